@@ -1,0 +1,1 @@
+"""The trainer: a Flax NNX Transformer in mixed precision. `python -m train.run --help`."""
