@@ -49,7 +49,7 @@ class DataConfig(_Frozen):
     """The corpus and how it becomes sequences."""
 
     path: str | None = None
-    """Text files, a glob, .jsonl, .bin or .npy; None: the Python language reference (about 465 kB)."""
+    """Text files, a glob, .jsonl, .bin or .npy; None: the Python language reference, 465 kB."""
     eval_path: str | None = None
     """Held-out corpus of the same kind; None: eval_fraction of the documents of path."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
