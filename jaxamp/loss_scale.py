@@ -13,6 +13,7 @@ import math
 from typing import Any, Self, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jmp
 import numpy as np

@@ -84,8 +84,8 @@ def apply_if_finite(
             grad_norm=jnp.zeros([], jnp.float32),
         )
 
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        grads, params = to_float32((grads, params))
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        grads, params = to_float32((updates, params))
         grad_norm = jnp.asarray(optax.tree.norm(grads), jnp.float32)
         finite = jnp.isfinite(grad_norm)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)

@@ -1,12 +1,24 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tests run small programs once: compiling them with care costs more than it saves. What must hold
+# for optimised programs runs in processes of its own, in the slow suite.
+jax.config.update("jax_disable_most_optimizations", True)
+
+# Many tests build the same small model: what one of them compiled serves the others, in every
+# worker of pytest-xdist. The directory is new for each session.
+_CACHE = os.environ.setdefault("JAXAMP_TEST_CACHE", tempfile.mkdtemp(prefix="jaxamp-tests-"))
+jax.config.update("jax_compilation_cache_dir", _CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture
