@@ -57,7 +57,9 @@ class Checkpointer:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory = (workdir / "checkpoints").resolve()
-        kept = AnyPreservationPolicy([LatestN(keep), BestN(get_metric_fn=_eval_loss, reverse=True, n=1)])
+        kept = AnyPreservationPolicy(
+            [LatestN(keep), BestN(get_metric_fn=_eval_loss, reverse=True, n=1)]
+        )
         options = ocp.CheckpointManagerOptions(preservation_policy=kept)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
@@ -282,5 +284,3 @@ def load_params(workdir: Path) -> tuple[Config, int, Any, int]:
         return checkpointer.load_params()
     finally:
         checkpointer.close()
-
-
