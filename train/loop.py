@@ -94,6 +94,7 @@ class Progress:
     num_steps: int
     first_step: int
     bar: tqdm = field(init=False)
+    speed: float = math.nan
 
     def __post_init__(self):
         self.bar = tqdm(
@@ -101,9 +102,10 @@ class Progress:
         )
 
     def show(self, step: int, values: dict[str, float]) -> None:
+        self.speed = values.get("perf/tokens_per_second", self.speed)
         shown = {
             "loss": f"{values['train/loss']:.3f}",
-            "tok/s": f"{values.get('perf/tokens_per_second', math.nan):,.0f}",
+            "tok/s": f"{self.speed:,.0f}",
             "scale": f"{values['amp/loss_scale']:g}",
             "skipped": f"{values['amp/skipped_steps']:g}",
         }
@@ -205,6 +207,7 @@ def train(
                 state, metrics = train_step(state, batch)
                 if pending is not None:
                     values = finish(pending, evaluate=False)
+                checkpointer.check()
                 pending = (step, metrics, batch)
                 last = step == config.num_steps or bool(received)
                 evaluate = step % config.eval_every_steps == 0 or step == config.num_steps

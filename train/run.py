@@ -29,8 +29,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs; the exit code is 0, 1 where training went bad, 2 for bad input."""
     try:
         return _run(parse(args, prog="python -m train.run", description=DESCRIPTION))
-    except (ConfigError, DataError, CheckpointError, RunExists, OSError) as error:
+    except (ConfigError, DataError, CheckpointError, RunExists) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = error.filename or "the run directory"
+        print(f"error: {where}: {error.strerror}; go on with --resume", file=sys.stderr)
         return 2
     except BadRun as error:
         print(f"error: {error}", file=sys.stderr)
@@ -104,7 +108,7 @@ def _model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
         raise ConfigError(str(error)) from None
     _, state = structure(config, corpus, policy)
     return (
-        f"{count_params(state.params):,} parameters in {config.model.n_layers} layers, "
+        f"{count_params(state.params):,} parameters, n_layers {config.model.n_layers}, "
         f"vocabulary {corpus.vocab_size}; attention {kernel} ({reason})"
     )
 
