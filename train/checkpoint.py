@@ -148,14 +148,14 @@ class Checkpointer:
     def _read(self, step: int) -> tuple[dict, TrainState]:
         with _as_damage():
             items = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            written = self._manager.restore(step, args=items).meta
+            written = self._manager.restore(step, args=items)["meta"]
             if zlib.crc32(written["text"].encode()) != written["crc32"]:
                 raise Damaged("its description is not what was written")
             meta = json.loads(written["text"])
         target = abstract_state(_config_of(step, meta), meta["vocab_size"])
         with _as_damage():
             items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-            state = self._manager.restore(step, args=items).state
+            state = self._manager.restore(step, args=items)["state"]
         if int(checksum(state)) != meta["checksum"]:
             raise Damaged("its numbers are not those that were written")
         return meta, state
@@ -243,8 +243,8 @@ def checksum(tree: Any) -> jax.Array:
         return jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
 
     sums = [jnp.sum(words(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)]
-    # Odd weights tell a leaf from its neighbour.
-    return sum((jnp.uint32(2 * i + 1) * s for i, s in enumerate(sums)), start=jnp.uint32(0))
+    weights = jnp.arange(len(sums), dtype=jnp.uint32) * 2 + 1  # odd: tell a leaf from its neighbour
+    return jnp.sum(jnp.stack(sums) * weights, dtype=jnp.uint32)
 
 
 def abstract_state(config: Config, vocab_size: int) -> TrainState:

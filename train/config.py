@@ -179,18 +179,20 @@ def parse(args: Sequence[str] | None, prog: str, description: str) -> Config:
     return parse_flags(Config, args, prog, description, default)
 
 
-def parse_flags(kind: type[T], args: Sequence[str] | None, prog: str, about: str, *start: T) -> T:
-    """A `kind` from command-line flags; what `start` holds is the default of each.
+def parse_flags(
+    kind: type[T], args: Sequence[str] | None, prog: str, about: str, start: T | None = None
+) -> T:
+    """A `kind` from command-line flags; a flag that is not given is as in `start`.
 
     Raises:
         ConfigError: a flag that is unknown or has a value that cannot be; one line.
         SystemExit: `--help` was asked for, and printed.
     """
     printed = io.StringIO()
-    default = {"default": start[0]} if start else {}
+    default: Any = tyro.MISSING_NONPROP if start is None else start
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(kind, args=args, prog=prog, description=about, **default)
+            return tyro.cli(kind, args=args, prog=prog, description=about, default=default)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

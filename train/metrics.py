@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto import event_pb2, summary_pb2
+
+# Generated from protocol buffers while it is imported, so a type checker sees no names in it.
+Event: Any = getattr(event_pb2, "Event")  # noqa: B009
+SessionLog: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
+Summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
 
 
 class MetricsWriter:

@@ -142,6 +142,7 @@ def make_train_step(config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Polic
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), state.step)
         loss, grads = accumulate(grad_fn, state.params, batch, key, config.grad_accum_steps)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        assert isinstance(opt_state, jaxamp.ApplyIfFiniteState)
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "train/loss": loss,
