@@ -183,7 +183,7 @@ def test_nonfinite_gradients_are_named():
     state.params["blocks"]["feed_forward"]["up"]["kernel"] = broken
     batch = random_batch(0)
     state, _ = step(state, batch)
-    names = nonfinite_gradients(config, graphdef, jaxamp.get_policy("float32"), state, batch)
+    names = nonfinite_gradients(config, graphdef, jaxamp.get_policy("float32"), state, batch, 1)
     assert "blocks/feed_forward/up/kernel" in names and "embed/embedding" in names
 
 

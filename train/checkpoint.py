@@ -26,13 +26,10 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 import jaxamp
 from train.config import Config, load_json
+from train.resume import CheckpointError, convert, refuse_other_run
 from train.step import TrainState, init_state
 
 FORMAT = 1
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or used, in one line for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +120,9 @@ class Checkpointer:
                 notes.append(f"checkpoint {step} is damaged ({damage}) and set aside")
                 continue
             saved = _config_of(step, meta)
-            _refuse_other_run(step, saved, meta, config, vocab_size, fingerprint)
+            refuse_other_run(step, saved, meta, config, vocab_size, fingerprint)
             self._set_aside([later for later in steps if later > step])
-            state, changes = _convert(state, saved, config)
+            state, changes = convert(state, saved, config)
             return Restored(state, meta["data_state"], notes + changes)
         if steps:
             raise CheckpointError(f"{self._directory}: every checkpoint is damaged; {notes[0]}")
@@ -255,42 +252,6 @@ def abstract_state(config: Config, vocab_size: int) -> TrainState:
 
 def _config_of(step: int, meta: dict) -> Config:
     return load_json(meta["config"], f"the config in checkpoint {step}")
-
-
-def _refuse_other_run(
-    step: int, saved: Config, meta: dict, config: Config, vocab_size: int, fingerprint: str
-) -> None:
-    free = {"dropout", "attention", "vocab_size"}
-    was = saved.model.model_dump(exclude=free) | {"vocab_size": meta["vocab_size"]}
-    now = config.model.model_dump(exclude=free) | {"vocab_size": vocab_size}
-    other = [f"model.{k} was {was[k]} and is {now[k]}" for k in now if was[k] != now[k]]
-    if meta["fingerprint"] != fingerprint:
-        other.append(f"the data were {meta['fingerprint']} and are {fingerprint}")
-    for key in ("batch_size", "seed"):
-        if getattr(saved, key) != getattr(config, key):
-            other.append(f"{key} was {getattr(saved, key)} and is {getattr(config, key)}")
-    if other:
-        raise CheckpointError(
-            f"checkpoint {step} is of another run: {'; '.join(other)}; "
-            "resume with the same settings, or start anew in another --workdir"
-        )
-
-
-def _convert(state: TrainState, saved: Config, config: Config) -> tuple[TrainState, list[str]]:
-    """The state under another precision, and a line that says so."""
-    old, new = jaxamp.get_policy(saved.policy), jaxamp.get_policy(config.policy)
-    if (old.param_dtype, old.compute_dtype) == (new.param_dtype, new.compute_dtype):
-        return state, []
-    before, fresh = jaxamp.loss_scale(state.opt_state), jaxamp.get_loss_scale(new)
-    if type(before) is type(fresh):
-        fresh, what = before, "the loss scale stays as it was"
-    elif isinstance(fresh, jaxamp.NoOpLossScale):
-        what = f"the loss scale of {float(before.loss_scale):g} is dropped"
-    else:
-        what = f"the loss scale starts at {float(fresh.loss_scale):g}"
-    note = f"precision changed from {old} to {new}: {what}"
-    opt_state = state.opt_state._replace(loss_scale=fresh)
-    return state._replace(params=new.cast_to_param(state.params), opt_state=opt_state), [note]
 
 
 def load_params(workdir: Path) -> tuple[Config, int, Any, int]:

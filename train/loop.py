@@ -1,25 +1,22 @@
 """The loop: data in, steps, metrics one step late, evaluation, checkpoints, a clean end."""
 
 import json
-import math
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from tqdm import tqdm
 
 import jaxamp
 from train.checkpoint import Checkpointer
 from train.config import Config
 from train.data import Corpus, eval_batches, train_batches
 from train.metrics import MetricsWriter
+from train.progress import Meter, Progress
 from train.step import (
     TrainState,
     init_state,
@@ -58,70 +55,6 @@ class BadSteps:
     def are_too_many(self, grads_finite: bool, at_floor: bool) -> bool:
         self.count = 0 if grads_finite else self.count + int(at_floor)
         return self.count >= self.limit
-
-
-@dataclass
-class Meter:
-    """Tokens a second, of steps alone: compilation, evaluation and saving are not counted."""
-
-    tokens_per_step: int
-    seconds: float = 0.0
-    steps: int = 0
-    since: float | None = None
-
-    def lap(self) -> float | None:
-        """Ends a step; its tokens a second, None for one that had other things in it."""
-        now, since = time.perf_counter(), self.since
-        self.since = now
-        if since is None:
-            return None
-        self.seconds += now - since
-        self.steps += 1
-        return self.tokens_per_step / (now - since)
-
-    def pause(self) -> None:
-        self.since = None
-
-    @property
-    def average(self) -> float | None:
-        return self.tokens_per_step * self.steps / self.seconds if self.steps else None
-
-
-@dataclass
-class Progress:
-    """A bar on a terminal; elsewhere a line now and then. On stderr, stdout is for results."""
-
-    num_steps: int
-    first_step: int
-    bar: tqdm = field(init=False)
-    speed: float = math.nan
-
-    def __post_init__(self):
-        self.bar = tqdm(
-            total=self.num_steps, initial=self.first_step, unit="step", disable=None, leave=True
-        )
-
-    def show(self, step: int, values: dict[str, float]) -> None:
-        self.speed = values.get("perf/tokens_per_second", self.speed)
-        shown = {
-            "loss": f"{values['train/loss']:.3f}",
-            "tok/s": f"{self.speed:,.0f}",
-            "scale": f"{values['amp/loss_scale']:g}",
-            "skipped": f"{values['amp/skipped_steps']:g}",
-        }
-        if "eval/loss" in values:
-            self.say(f"step {step}: eval loss {values['eval/loss']:.4f}")
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and step % max(self.num_steps // 10, 1) == 0:
-            words = ", ".join(f"{name} {value}" for name, value in shown.items())
-            print(f"step {step}/{self.num_steps}: {words}", file=sys.stderr)
-
-    def say(self, line: str) -> None:
-        tqdm.write(line, file=sys.stderr)
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 class Start(NamedTuple):
@@ -191,7 +124,7 @@ def train(
         if not grads_finite and values["amp/skipped_steps"] == 1 and not _has_scale(policy):
             progress.say(_first_skip(step, policy))
         if bad_steps.are_too_many(grads_finite, floor):
-            leaves = nonfinite_gradients(config, graphdef, policy, state, batch)
+            leaves = nonfinite_gradients(config, graphdef, policy, state, batch, step)
             raise BadRun(_too_many_bad_steps(step, values, bad_steps.limit, leaves, policy))
         return values
 

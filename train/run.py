@@ -39,6 +39,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except BadRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted before anything could be saved", file=sys.stderr)
+        return 130
 
 
 def _run(config: Config) -> int:

@@ -199,14 +199,19 @@ def make_eval_step(graphdef: nnx.GraphDef, policy: jaxamp.Policy) -> Callable:
 
 
 def nonfinite_gradients(
-    config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Policy, state: TrainState, batch: Batch
+    config: Config,
+    graphdef: nnx.GraphDef,
+    policy: jaxamp.Policy,
+    state: TrainState,
+    batch: Batch,
+    step: int,
 ) -> list[str]:
-    """Paths of the parameters whose gradients are not finite on `batch`, for an error message."""
+    """Paths of the parameters whose gradients were not finite in `step`, the one of `batch`."""
     grad_fn = functools.partial(
         jaxamp.value_and_grad(make_loss_fn(config, graphdef), policy, has_aux=True),
         loss_scale=jaxamp.loss_scale(state.opt_state),
     )
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), state.step - 1)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), step - 1)
     compute = jax.jit(functools.partial(accumulate, grad_fn, num_microbatches=1))
     _, grads = compute(state.params, batch, key)
     leaves = jax.tree_util.tree_leaves_with_path(grads)
