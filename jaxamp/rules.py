@@ -48,7 +48,7 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
         "full",
         "adds or multiplies many terms: 8 or 11 bits of sum lose the small ones",
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
-        "scatter-add scatter-sub scatter-mul select_and_scatter_add select_and_scatter "
+        "scatter-add scatter-sub scatter-mul scatter-min scatter-max select_and_scatter_add select_and_scatter "
         "select_and_gather_add",
     ),
     (
@@ -78,7 +78,7 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
         "structure",
         "moves numbers without arithmetic",
         "reshape transpose broadcast_in_dim broadcast squeeze expand_dims slice dynamic_slice "
-        "dynamic_update_slice gather scatter scatter-min scatter-max concatenate pad rev tile "
+        "dynamic_update_slice gather scatter concatenate pad rev tile "
         "split stack unstack copy copy_p name stop_gradient reduce_precision "
         "convert_element_type sort top_k approx_top_k argmax argmin reduce_window_max "
         "reduce_window_min optimization_barrier sharding_constraint mesh_cast reshard device_put "
