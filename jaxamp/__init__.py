@@ -1,7 +1,70 @@
-"""Mixed-precision training for JAX and Flax that needs no dtype in the model."""
+"""Mixed-precision training for JAX and Flax that needs no dtype in the model.
+
+The step, in its ten words:
+
+    cast -> forward -> scale -> backward -> unscale (float32)
+         -> finite? -> clip -> update | skip -> adjust the scale
+
+    policy.py      Policy: which dtype is used where; its grammar, presets, and `auto`
+    loss_scale.py  NoOp / Static / Dynamic loss scale
+    rules.py       the op table: how autocast treats each primitive, and why
+    autocast.py    autocast: a float32 program in, a mixed-precision program out
+                     decide.py, carries.py (plan), emit.py, derivatives.py (emit)
+                     plans.py, jaxprs.py, scopes.py (full_precision)
+    gradients.py   value_and_grad: cast, forward, scale, backward, unscale
+    optimizer.py   apply_if_finite: finite? clip and update, or skip whole; adjust the scale
+
+Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxamp
+    >>> policy = jaxamp.get_policy("params=f32,compute=f16")
+    >>> tx = jaxamp.apply_if_finite(
+    ...     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2)),
+    ...     loss_scale=jaxamp.get_loss_scale(policy),
+    ... )
+    >>> def loss_fn(params, batch):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> @jax.jit
+    ... def train_step(params, opt_state, batch):
+    ...     grad_fn = jaxamp.value_and_grad(loss_fn, policy)
+    ...     loss, grads = grad_fn(params, batch, loss_scale=jaxamp.loss_scale(opt_state))
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return optax.apply_updates(params, updates), opt_state, loss
+    >>> params = {"w": jnp.zeros((4, 1))}
+    >>> batch = {"x": jnp.ones((8, 4)), "y": jnp.full((8, 1), 0.5)}
+    >>> params, opt_state, loss = train_step(params, tx.init(params), batch)
+    >>> float(loss), params["w"].dtype, float(jaxamp.loss_scale(opt_state).loss_scale)
+    (0.25, dtype('float32'), 32768.0)
+"""
 
 from jaxamp.autocast import autocast
+from jaxamp.gradients import grad, value_and_grad
+from jaxamp.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    get_loss_scale,
+    to_float32,
+)
+from jaxamp.optimizer import ApplyIfFiniteState, apply_if_finite, loss_scale
 from jaxamp.policy import Policy, auto_policy, get_policy
 from jaxamp.scopes import full_precision
 
-__all__ = ["Policy", "auto_policy", "autocast", "full_precision", "get_policy"]
+__all__ = [
+    "ApplyIfFiniteState",
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "StaticLossScale",
+    "apply_if_finite",
+    "auto_policy",
+    "autocast",
+    "full_precision",
+    "get_loss_scale",
+    "get_policy",
+    "grad",
+    "loss_scale",
+    "to_float32",
+    "value_and_grad",
+]

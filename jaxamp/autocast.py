@@ -48,9 +48,9 @@ def autocast(fun: Callable, policy: str | jmp.Policy) -> Callable:
         float32 arrays passes through unchanged.
 
     Raises:
-        ValueError: the policy computes in float64, or a pattern of `full` matches nothing.
+        ValueError: the policy computes in float64, asks for `matmul`, which is not built yet, or
+            has a pattern in `full` that matches nothing.
         TypeError: `fun` is not callable.
-        NotImplementedError: the policy asks for a `matmul` below 16 bits.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(w, x):
@@ -59,8 +59,8 @@ def autocast(fun: Callable, policy: str | jmp.Policy) -> Callable:
     >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
     >>> jax.grad(mixed)(w, x).dtype
     dtype('float32')
-    >>> print(jax.make_jaxpr(mixed)(w, x).eqns[2].outvars[0].aval)  # x @ w
-    float32[2,3]
+    >>> print(jax.make_jaxpr(mixed)(w, x).eqns[0].outvars[0].aval)  # x, for x @ w
+    bfloat16[2,4]
     """
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}: {fun!r}")
@@ -81,7 +81,7 @@ def _checked(policy: Policy) -> Policy:
     if policy.compute_dtype == np.float64:
         raise ValueError(f"policy {str(policy)!r}: autocast narrows float32; compute=f64 widens it")
     if policy.matmul is not None:
-        raise NotImplementedError(f"policy {str(policy)!r}: matmul= is not built yet; leave it out")
+        raise ValueError(f"policy {str(policy)!r}: matmul= is not built yet; leave it out")
     return policy
 
 
@@ -108,6 +108,7 @@ def trace_call(fun: Callable, args: tuple, kwargs: dict) -> Call:
     at = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
     returned: dict[str, Any] = {}
 
+    @functools.wraps(fun)  # so that errors of tracing name it, with its file and line
     def of_arrays(*arrays):
         filled = list(leaves)
         for k, array in zip(at, arrays, strict=True):
@@ -138,8 +139,7 @@ def plan_call(call: Call, policy: Policy) -> Plan:
     """The plan of a traced call; `policy.full` has to match something in it."""
     matches = [scopes.matching(policy.full, path) for path in call.paths]
     infos = [Info(pinned=bool(match)) for match in matches]
-    to_float32 = policy.output_dtype == np.float32
-    plan = make_plan(call.program, infos, policy, escapes_full=to_float32)
+    plan = make_plan(call.program, infos, policy)
     if policy.full:
         plan.scopes.matched.update(*matches)
         scopes.check_all_matched(plan.scopes, call.paths)

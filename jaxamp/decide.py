@@ -35,7 +35,6 @@ def make_plan(
     policy: Policy,
     forced: bool = False,
     scope: str = "",
-    escapes_full: bool = False,
 ) -> Plan:
     """The plan of a program (a jaxpr, open or closed) whose inputs have the given infos.
 
@@ -45,20 +44,19 @@ def make_plan(
         policy: Its compute dtype, `rules` and `full`.
         forced: Everything inside stays in float32.
         scope: The name scopes around the program.
-        escapes_full: The float32 outputs leave as float32 anyway, so a matmul may give it.
     """
     remembered = _PLANS.setdefault(program, {})
-    key = (tuple(ins), policy, forced, scope if policy.full else "", escapes_full)
+    key = (tuple(ins), policy, forced, scope if policy.full else "")
     if key not in remembered:
-        remembered[key] = _plan(program, tuple(ins), policy, forced, scope, escapes_full)
+        remembered[key] = _plan(program, tuple(ins), policy, forced, scope)
     return remembered[key]
 
 
-def _plan(program, ins, policy, forced, scope, escapes_full) -> Plan:
+def _plan(program, ins, policy, forced, scope) -> Plan:
     jaxpr, consts = jaxprs.opened(program)
     planner = _Planner(policy, forced, scope)
     steps, outs = planner.forward(jaxpr, consts, ins, frozenset())
-    wanted = _wanted(jaxpr, steps, escapes_full)
+    wanted = _wanted(jaxpr, steps)
     upgraded = frozenset(
         k for k, step in enumerate(steps) if step.kind == "matmul" and step.eqn.outvars[0] in wanted
     )
@@ -238,13 +236,10 @@ def _is_wide(value: Any, compute_dtype: np.dtype) -> bool:
 _LARGEST_CHECKED = 2**24  # elements: looking at a constant costs a copy to the host
 
 
-def _wanted(jaxpr, steps: Sequence[Step], escapes_full: bool) -> set[Any]:
+def _wanted(jaxpr, steps: Sequence[Step]) -> set[Any]:
     """Values that only float32 islands read: a matmul that makes one may give it in float32."""
     good: set[Any] = set()
-    bad: set[Any] = set()
-    for atom in jaxpr.outvars:
-        if not jaxprs.is_literal(atom):
-            (good if escapes_full else bad).add(atom)
+    bad: set[Any] = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
     for step in reversed(steps):
         wanted = [var in good and var not in bad for var in step.eqn.outvars]
         for k, atom in enumerate(step.eqn.invars):

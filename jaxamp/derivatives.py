@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap as jax_custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import linear_call as jax_linear_call
 
 from jaxamp import jaxprs
@@ -173,12 +174,15 @@ def matmul_to_float32(eqn: Any, compute_dtype: Any) -> Callable:
         (out,) = jaxprs.bind(eqn, operands, preferred_element_type=np.dtype(np.float32))
         return out
 
-    @matmul.defjvp
     def rule(primals, tangents):
-        narrow = lambda *args: jaxprs.bind(eqn, args, preferred_element_type=compute_dtype)[0]  # noqa: E731
-        _, tangent = jax.jvp(narrow, primals, tangents)
-        return matmul(*primals), lax.convert_element_type(tangent, np.float32)
+        terms = []
+        for k, tangent in enumerate(tangents):
+            if not isinstance(tangent, SymbolicZero):  # else a matmul with zeros
+                operands = (*primals[:k], tangent, *primals[k + 1 :])
+                terms += jaxprs.bind(eqn, operands, preferred_element_type=compute_dtype)
+        return matmul(*primals), lax.convert_element_type(sum(terms[1:], terms[0]), np.float32)
 
+    matmul.defjvp(rule, symbolic_zeros=True)
     return matmul
 
 

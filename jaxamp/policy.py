@@ -1,4 +1,4 @@
-"""Which dtype is used where: `Policy`, its string grammar, its presets, and what a device is good at."""
+"""Which dtype is used where: `Policy`, its string grammar, its presets, and `auto`."""
 
 import dataclasses
 import difflib
@@ -59,6 +59,10 @@ class Policy(jmp.Policy):
             residuals.
     """
 
+    # Anything that names a dtype is taken; a numpy dtype is kept.
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
     full: tuple[str, ...] = ()
     matmul: str | None = None
     rules: tuple[tuple[str, str], ...] = ()
@@ -138,7 +142,7 @@ allowed: f32, full, bf16, f16, f64, float32, bfloat16, float16, float64
         raise ValueError(f"policy {policy!r}: {error}") from None
 
 
-def auto_policy(device: jax.Device | None = None) -> Policy:
+def auto_policy(device: Any = None) -> Policy:
     """The mixed policy that `device` (default: the first one) is good at, with the reason.
 
     | device                              | policy           |
@@ -159,12 +163,12 @@ def auto_policy(device: jax.Device | None = None) -> Policy:
     return get_policy(preset).replace(reason=f"auto: {reason}")
 
 
-def _good_at(device: jax.Device) -> tuple[str, str]:
+def _good_at(device: Any) -> tuple[str, str]:
     if device.platform == "tpu":
         return "mixed_bfloat16", f"{device.device_kind} multiplies bfloat16 natively"
     if device.platform == "cpu":
         return "float32", "a CPU gains little speed from 16 bits"
-    capability = str(getattr(device, "compute_capability", ""))
+    capability = str(getattr(device, "compute_capability", None) or "")
     name = f"{device.device_kind} (compute capability {capability or 'unknown'})"
     if capability.startswith(("gfx90a", "gfx94", "gfx95")):
         return "mixed_bfloat16", f"{name} has bfloat16 matrix cores"
@@ -184,7 +188,8 @@ def _parse(text: str) -> Policy:
     if "=" not in text:
         if text not in _DTYPE_NAMES:
             raise ValueError(_unknown("name", text, ["auto", *_PRESETS, *_DTYPE_NAMES]))
-        return Policy(*[_DTYPE_NAMES[text]] * 3)
+        dtype = _DTYPE_NAMES[text]
+        return Policy(param_dtype=dtype, compute_dtype=dtype, output_dtype=dtype)
     fields = _split(text)
     dtypes = {
         key: _parse_dtype(key, fields[key])
@@ -193,9 +198,9 @@ def _parse(text: str) -> Policy:
     }
     params = dtypes.get("params", "float32")
     return Policy(
-        params,
-        dtypes.get("compute", params),
-        dtypes.get("output", params),
+        param_dtype=params,
+        compute_dtype=dtypes.get("compute", params),
+        output_dtype=dtypes.get("output", params),
         full=tuple(glob.strip() for glob in fields["full"].split("|")) if "full" in fields else (),
         matmul=fields.get("matmul"),
         rules=_parse_rules(fields["rules"]) if "rules" in fields else (),

@@ -1,12 +1,27 @@
-"""Every setting of a run, its one default, and how TOML files and the command line change it."""
+"""Every setting of a run, its one default, and how a TOML file and the command line change it."""
 
-from typing import Annotated, Literal
+import argparse
+import contextlib
+import difflib
+import io
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+import jaxamp
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be, in one line for the user."""
 
 
 class _Frozen(BaseModel):
@@ -49,7 +64,7 @@ class DataConfig(_Frozen):
     """The corpus and how it becomes sequences."""
 
     path: str | None = None
-    """Text files, a glob, .jsonl, .bin or .npy; None: the Python language reference (about 465 kB)."""
+    """Text files, a glob, .jsonl, .bin or .npy; None: the Python language reference, 465 kB."""
     eval_path: str | None = None
     """Held-out corpus of the same kind; None: eval_fraction of the documents of path."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -85,28 +100,156 @@ class OptimizerConfig(_Frozen):
 class Config(_Frozen):
     """One training run."""
 
+    config: str | None = None
+    """TOML file with the settings to start from, such as configs/tiny.toml; flags change them."""
     policy: str = "auto"
-    """Precision: auto, float32, mixed_bfloat16, mixed_float16, or params=f32,compute=bf16."""
+    """Precision: auto, float32, mixed_bfloat16, mixed_float16, or such as params=f32,compute=bf16;
+    compute=f16 turns dynamic loss scaling on."""
     workdir: str | None = None
-    """Where the run writes; None: runs/NAME-TIME."""
+    """Directory that the run writes; None: runs/NAME-TIME, NAME from the config file."""
     resume: bool = False
     """Go on from the newest whole checkpoint in workdir, or start where there is none."""
     num_steps: Positive = 300
+    """Optimizer steps, skipped ones included."""
     batch_size: Positive = 16
     """Sequences a step, over all devices and processes."""
+    grad_accum_steps: Positive = 1
+    """Microbatches that a batch is cut into, to save memory; the gradients are those of the batch."""
     seed: Natural = 0
+    """Of the initial parameters, the order of the data and the dropout."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of mean(log Z squared), which keeps logits near zero."""
     eval_every_steps: Positive = 100
+    """Steps between evaluations; there is one at the end too."""
     eval_batches: Positive = 16
     """Most batches that one evaluation reads."""
     checkpoint_every_steps: Positive = 100
+    """Steps between checkpoints; there is one at the end too."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept, beside the best one."""
     max_bad_steps: Positive = 50
     """Stop after so many non-finite steps in a row at the lowest loss scale."""
     sample_prompt: str = "The "
+    """What the sample at the end starts with."""
     sample_tokens: Natural = 200
+    """Tokens generated at the end; 0: none."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _is_possible(self):
+        jaxamp.get_policy(self.policy)
+        if self.batch_size % self.grad_accum_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of "
+                f"grad_accum_steps {self.grad_accum_steps}"
+            )
+        if self.resume and self.workdir is None:
+            raise ValueError("resume needs a workdir: the run to go on with")
+        return self
+
+
+def parse(args: Sequence[str] | None, prog: str, description: str) -> Config:
+    """The config of a command line: defaults, then the file of `--config`, then the flags.
+
+    With `--resume` and no `--config` it starts from what the run wrote down.
+
+    Raises:
+        ConfigError: an unknown key or a value that cannot be; one line.
+        SystemExit: `--help` was asked for, and printed.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config")
+    finder.add_argument("--workdir")
+    finder.add_argument("--resume", action="store_true")
+    try:
+        default = _start(finder.parse_known_args(args)[0])
+    except argparse.ArgumentError:
+        default = Config()  # a flag without its value: tyro says so
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(Config, args=args, prog=prog, description=description, default=default)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_one_line(printed.getvalue(), stop)) from None
+
+
+def _start(flags: argparse.Namespace) -> Config:
+    if flags.config is not None:
+        return load_toml(flags.config)
+    if flags.resume and flags.workdir is not None:
+        written = Path(flags.workdir) / "config.json"
+        if written.is_file():
+            return load_json(written.read_text(), str(written))
+    return Config()
+
+
+def load_toml(path: str) -> Config:
+    """The config of a TOML file.
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key, a value that cannot be.
+    """
+    try:
+        settings = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        near = difflib.get_close_matches(path, map(str, Path("configs").glob("*.toml")), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--config {path}: {error.strerror}{hint}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not TOML: {error}") from None
+    try:
+        return Config.model_validate(settings | {"config": path})
+    except ValidationError as error:
+        raise ConfigError(f"--config {path}: {describe(error)}") from None
+
+
+def load_json(text: str, where: str) -> Config:
+    """The config that a run wrote down.
+
+    Raises:
+        ConfigError: it is not one of this version.
+    """
+    try:
+        return Config.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {describe(error)}") from None
+
+
+def describe(error: ValidationError) -> str:
+    """The first problem of a validation, in one line: key, what is wrong, what was given."""
+    problem = error.errors()[0]
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest(problem['loc'])}"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem["input"]
+    shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
+    return f"{key}: {message}{shown}" if key else message
+
+
+def _nearest(location: Sequence[Any]) -> str:
+    model: Any = Config
+    for name in location[:-1]:
+        model = model.model_fields[name].annotation
+    names = list(model.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; allowed: {', '.join(names)}"
+
+
+def _one_line(printed: str, stop: BaseException) -> str:
+    cause = stop.__context__
+    while cause is not None and not isinstance(cause, ValidationError):
+        cause = cause.__context__
+    # tyro prints a box: its words without the title, the frame and the pointer to --help.
+    body = printed.partition("\n")[2] or printed
+    text = " ".join(re.split(r"For full helptext|Argument helptext", body)[0].split())
+    text = " ".join(re.sub(r"[^\x00-\x7f]", " ", text).split())
+    if cause is None:
+        return text
+    part = re.search(r"Error parsing (\w+):", text)
+    inside = part is not None and part[1] in Config.model_fields
+    return f"{part[1]}.{describe(cause)}" if inside and part else describe(cause)

@@ -1,0 +1,286 @@
+"""Checkpoints on orbax: asynchronous, atomic, verified, the newest few and the best one kept.
+
+A checkpoint holds the train state, the position in the data and the config. orbax renames a
+checkpoint into place when it is whole, so one that was cut short is not there. What orbax does not
+see is a bit that flipped on the disk: most of them come back as a wrong number without an error.
+So the sum of all bits is written beside the state and compared after reading.
+"""
+
+import dataclasses
+import gc
+import json
+import logging
+import math
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+import jaxamp
+from train.config import Config, load_json
+from train.step import TrainState, init_state
+
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or used, in one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What comes back from the newest whole checkpoint.
+
+    Attributes:
+        state: As the current config wants it.
+        data_state: Of the iterator over the data.
+        notes: Lines for the user: what was skipped, what changed with the precision.
+    """
+
+    state: TrainState
+    data_state: dict
+    notes: list[str]
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints under `workdir/checkpoints`."""
+
+    def __init__(self, workdir: Path, keep: int):
+        # What goes wrong is said once, by the exceptions here, and not by every thread of orbax.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._directory = (workdir / "checkpoints").resolve()
+        kept = AnyPreservationPolicy([LatestN(keep), BestN(get_metric_fn=_eval_loss, reverse=True, n=1)])
+        options = ocp.CheckpointManagerOptions(preservation_policy=kept)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def save(
+        self,
+        state: TrainState,
+        config: Config,
+        vocab_size: int,
+        data_state: dict,
+        fingerprint: str,
+        eval_loss: float | None,
+    ) -> None:
+        """Starts to write; the state may be donated as soon as this returns."""
+        step = int(state.step)
+        meta = {
+            "format": FORMAT,
+            "config": config.model_dump_json(),
+            "vocab_size": vocab_size,
+            "data_state": data_state,
+            "fingerprint": fingerprint,
+            "checksum": int(checksum(state)),
+        }
+        text = json.dumps(meta)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            meta=ocp.args.JsonSave({"text": text, "crc32": zlib.crc32(text.encode())}),
+        )
+        # An unknown or non-finite loss is never the best.
+        known = eval_loss is not None and math.isfinite(eval_loss)
+        metrics = {"eval_loss": eval_loss if known else sys.float_info.max}
+        with self._one_line(f"writing the checkpoint of step {step}"):
+            self._manager.save(step, args=items, metrics=metrics)
+
+    def wait(self) -> None:
+        """Until the last save is on the disk."""
+        with self._one_line("writing a checkpoint"):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def restore(self, config: Config, vocab_size: int, fingerprint: str) -> Restored | None:
+        """The newest whole checkpoint, or None where there is none.
+
+        Raises:
+            CheckpointError: it is of another model or other data, or all of them are damaged.
+        """
+        steps, notes = sorted(self._manager.all_steps(), reverse=True), []
+        for step in steps:
+            try:
+                meta, state = self._read(step)
+            except Damaged as damage:
+                notes.append(f"checkpoint {step} is damaged ({damage}) and set aside")
+                continue
+            saved = _config_of(step, meta)
+            _refuse_other_run(step, saved, meta, config, vocab_size, fingerprint)
+            self._set_aside([later for later in steps if later > step])
+            state, changes = _convert(state, saved, config)
+            return Restored(state, meta["data_state"], notes + changes)
+        if steps:
+            raise CheckpointError(f"{self._directory}: every checkpoint is damaged; {notes[0]}")
+        return None
+
+    def load_params(self) -> tuple[Config, int, Any, int]:
+        """Config, vocabulary size, params and step of the newest whole checkpoint.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                meta, state = self._read(step)
+            except Damaged:
+                continue
+            return _config_of(step, meta), meta["vocab_size"], state.params, step
+        raise CheckpointError(f"{self._directory}: no whole checkpoint")
+
+    def _read(self, step: int) -> tuple[dict, TrainState]:
+        with _as_damage():
+            items = ocp.args.Composite(meta=ocp.args.JsonRestore())
+            written = self._manager.restore(step, args=items).meta
+            if zlib.crc32(written["text"].encode()) != written["crc32"]:
+                raise Damaged("its description is not what was written")
+            meta = json.loads(written["text"])
+        target = abstract_state(_config_of(step, meta), meta["vocab_size"])
+        with _as_damage():
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+            state = self._manager.restore(step, args=items).state
+        if int(checksum(state)) != meta["checksum"]:
+            raise Damaged("its numbers are not those that were written")
+        return meta, state
+
+    def _set_aside(self, steps: list[int]) -> None:
+        for step in steps:
+            aside = self._directory.parent / "damaged"
+            aside.mkdir(exist_ok=True)
+            (self._directory / str(step)).rename(aside / str(step))
+        if steps:
+            self._manager.reload()
+
+    @contextmanager
+    def _one_line(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"{doing} to {self._directory}: {_first_line(error)}; "
+                f"the newest whole one is of step {self._newest_on_disk()}: "
+                "make room or fix the directory, then go on with --resume"
+            ) from error
+
+    def _newest_on_disk(self) -> int | None:
+        names = [path.name for path in self._directory.glob("*") if path.name.isdigit()]
+        return max(map(int, names), default=None)
+
+
+class Damaged(Exception):
+    """This checkpoint cannot be read; there may be another."""
+
+
+@contextmanager
+def _as_damage() -> Iterator[None]:
+    """Turns any error of reading into `Damaged`, and keeps orbax's other voices quiet."""
+    message = None
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    except Exception as error:
+        message = _first_line(error)
+    finally:
+        if message is not None:
+            gc.collect()  # the coroutines that died with it speak up now, not later
+        sys.unraisablehook = hook
+    if message is not None:
+        raise Damaged(message)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+def _eval_loss(metrics: Any) -> float:
+    return metrics["eval_loss"]
+
+
+@jax.jit
+def checksum(tree: Any) -> jax.Array:
+    """uint32[], the sum of all words of all leaves, modulo 2^32: any one flipped bit changes it."""
+
+    def words(leaf):
+        if leaf.dtype == jnp.bool_:
+            return leaf.astype(jnp.uint32)
+        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
+        return jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
+
+    sums = [jnp.sum(words(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)]
+    # Odd weights tell a leaf from its neighbour.
+    return sum((jnp.uint32(2 * i + 1) * s for i, s in enumerate(sums)), start=jnp.uint32(0))
+
+
+def abstract_state(config: Config, vocab_size: int) -> TrainState:
+    """Shapes and dtypes of the train state of a config."""
+    policy = jaxamp.get_policy(config.policy)
+    return jax.eval_shape(lambda: init_state(config, vocab_size, policy)[1])
+
+
+def _config_of(step: int, meta: dict) -> Config:
+    return load_json(meta["config"], f"the config in checkpoint {step}")
+
+
+def _refuse_other_run(
+    step: int, saved: Config, meta: dict, config: Config, vocab_size: int, fingerprint: str
+) -> None:
+    free = {"dropout", "attention", "vocab_size"}
+    was = saved.model.model_dump(exclude=free) | {"vocab_size": meta["vocab_size"]}
+    now = config.model.model_dump(exclude=free) | {"vocab_size": vocab_size}
+    other = [f"model.{k} was {was[k]} and is {now[k]}" for k in now if was[k] != now[k]]
+    if meta["fingerprint"] != fingerprint:
+        other.append(f"the data were {meta['fingerprint']} and are {fingerprint}")
+    for key in ("batch_size", "seed"):
+        if getattr(saved, key) != getattr(config, key):
+            other.append(f"{key} was {getattr(saved, key)} and is {getattr(config, key)}")
+    if other:
+        raise CheckpointError(
+            f"checkpoint {step} is of another run: {'; '.join(other)}; "
+            "resume with the same settings, or start anew in another --workdir"
+        )
+
+
+def _convert(state: TrainState, saved: Config, config: Config) -> tuple[TrainState, list[str]]:
+    """The state under another precision, and a line that says so."""
+    old, new = jaxamp.get_policy(saved.policy), jaxamp.get_policy(config.policy)
+    if (old.param_dtype, old.compute_dtype) == (new.param_dtype, new.compute_dtype):
+        return state, []
+    before, fresh = jaxamp.loss_scale(state.opt_state), jaxamp.get_loss_scale(new)
+    if type(before) is type(fresh):
+        fresh, what = before, "the loss scale stays as it was"
+    elif isinstance(fresh, jaxamp.NoOpLossScale):
+        what = f"the loss scale of {float(before.loss_scale):g} is dropped"
+    else:
+        what = f"the loss scale starts at {float(fresh.loss_scale):g}"
+    note = f"precision changed from {old} to {new}: {what}"
+    opt_state = state.opt_state._replace(loss_scale=fresh)
+    return state._replace(params=new.cast_to_param(state.params), opt_state=opt_state), [note]
+
+
+def load_params(workdir: Path) -> tuple[Config, int, Any, int]:
+    """Config, vocabulary size, params and step of the newest whole checkpoint of a run.
+
+    Raises:
+        CheckpointError: no run is there, or it has no whole checkpoint.
+    """
+    if not (workdir / "checkpoints").is_dir():
+        raise CheckpointError(f"{workdir}: no checkpoints there; give the directory of a run")
+    checkpointer = Checkpointer(workdir, keep=1_000_000)  # a reader deletes nothing
+    try:
+        return checkpointer.load_params()
+    finally:
+        checkpointer.close()
+
+

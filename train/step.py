@@ -1,0 +1,216 @@
+"""One training step, in the order of the mathematics, and the evaluation step beside it.
+
+    cast -> forward -> scale -> backward -> unscale (float32)
+         -> finite? -> clip -> update | skip -> adjust the scale
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import jaxamp
+from train.config import Config, OptimizerConfig
+from train.model import apply, create
+
+IGNORE = -100
+"""The label of a position that the loss does not count."""
+
+Batch = Any  # {"tokens": int32[B, T], "labels": int32[B, T]}
+Metrics = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """All that changes from step to step, but for the position in the data.
+
+    Attributes:
+        step: int32[], steps taken, skipped ones included.
+        params: nested dict of arrays in the policy's param dtype.
+        opt_state: of `make_optimizer`; holds the loss scale.
+        key_data: uint32[...], the dropout key; a step uses `fold_in(key, step)`.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key_data: jax.Array
+
+
+def make_optimizer(
+    config: OptimizerConfig, num_steps: int, policy: jaxamp.Policy
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW behind a clip, run on finite gradients only."""
+    adamw = optax.adamw(
+        make_schedule(config, num_steps),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decayed,
+    )
+    return jaxamp.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw),
+        loss_scale=jaxamp.get_loss_scale(policy),
+    )
+
+
+def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Learning rate by number of updates: a linear warm-up, then constant or half a cosine."""
+    peak, warmup = config.learning_rate, min(config.warmup_steps, num_steps)
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    else:
+        after = optax.cosine_decay_schedule(
+            peak, max(num_steps - warmup, 1), config.final_learning_rate_fraction
+        )
+    # The first update is number 0 and would do nothing at a rate of 0: start one part up.
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def decayed(params: Any) -> Any:
+    """Which parameters weight decay acts on: matrices; not norms and biases.
+
+    By name, since the layers are stacked and a norm's scale has two axes there.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in ("kernel", "embedding"), params
+    )
+
+
+def init_state(
+    config: Config, vocab_size: int, policy: jaxamp.Policy
+) -> tuple[nnx.GraphDef, TrainState]:
+    """The structure of the model and the state before the first step; also under `eval_shape`."""
+    params_key, dropout_key = jax.random.split(jax.random.key(config.seed))
+    graphdef, params = create(config.model, vocab_size, params_key)
+    params = policy.cast_to_param(params)
+    tx = make_optimizer(config.optimizer, config.num_steps, policy)
+    state = TrainState(
+        jnp.zeros([], jnp.int32), params, tx.init(params), jax.random.key_data(dropout_key)
+    )
+    return graphdef, state
+
+
+def cross_entropy(logits_BxTxV: jax.Array, labels_BxT: jax.Array) -> tuple[jax.Array, ...]:
+    """Sums over the counted positions, in float32.
+
+    Returns:
+        `(nll, z2, count)`: the negative log likelihood in nats, log(Z)^2, both float32[], and the
+        number of labels that are not -100, int32[].
+    """
+    logits_BxTxV = logits_BxTxV.astype(jnp.float32)
+    counted_BxT = labels_BxT != IGNORE
+    labels_BxTx1 = jnp.where(counted_BxT, labels_BxT, 0)[..., None]
+    log_z_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1)
+    nll_BxT = log_z_BxT - jnp.take_along_axis(logits_BxTxV, labels_BxTx1, axis=-1)[..., 0]
+    total = lambda x_BxT: jnp.sum(jnp.where(counted_BxT, x_BxT, 0))  # noqa: E731
+    return total(nll_BxT), total(jnp.square(log_z_BxT)), jnp.sum(counted_BxT)
+
+
+def make_loss_fn(config: Config, graphdef: nnx.GraphDef) -> Callable:
+    """The loss of a (micro)batch as a function of params.
+
+    It is a sum over its positions divided by `count`, the counted positions of the whole batch, so
+    that the losses and gradients of microbatches add up to those of the batch.
+    """
+
+    def loss_fn(params, batch, key, count):
+        dropout_key = key if config.model.dropout else None
+        logits_BxTxV = apply(graphdef, params, batch["tokens"], dropout_key)
+        nll, z2, _ = cross_entropy(logits_BxTxV, batch["labels"])
+        return (nll + config.z_loss * z2) / count, nll / count
+
+    return loss_fn
+
+
+def make_train_step(config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Policy) -> Callable:
+    """`(state, batch) -> (state, metrics)`, jitted, the old state donated."""
+    loss_fn = make_loss_fn(config, graphdef)
+    tx = make_optimizer(config.optimizer, config.num_steps, policy)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss_scale = jaxamp.loss_scale(state.opt_state)
+        grad_fn = functools.partial(
+            jaxamp.value_and_grad(loss_fn, policy, has_aux=True), loss_scale=loss_scale
+        )
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), state.step)
+        loss, grads = accumulate(grad_fn, state.params, batch, key, config.grad_accum_steps)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "train/loss": loss,
+            "train/grad_norm": opt_state.grad_norm,
+            "amp/loss_scale": jnp.asarray(loss_scale.loss_scale),
+            "amp/skipped_steps": opt_state.skipped_steps,
+            "amp/grads_finite": opt_state.grads_finite,
+            "amp/at_floor": at_floor(loss_scale),
+        }
+        return TrainState(state.step + 1, params, opt_state, state.key_data), metrics
+
+    return train_step
+
+
+def accumulate(
+    grad_fn: Callable, params: Any, batch: Batch, key: jax.Array, num_microbatches: int
+) -> tuple[jax.Array, Any]:
+    """Loss and float32 gradients of a batch, one microbatch after another.
+
+    The loss scale is the same for all of them, and a bad microbatch makes the sum bad: the finite
+    check that follows sees the whole window.
+    """
+    count = jnp.maximum(jnp.sum(batch["labels"] != IGNORE), 1)
+    if num_microbatches == 1:
+        (_, loss), grads = grad_fn(params, batch, key, count)
+        return loss, grads
+
+    def add(total, microbatch):
+        (_, loss), grads = grad_fn(params, *microbatch, count)
+        return jax.tree.map(jnp.add, total, (loss, grads)), None
+
+    split = lambda x: x.reshape(num_microbatches, -1, *x.shape[1:])  # noqa: E731
+    zeros = (jnp.zeros([]), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    microbatches = (jax.tree.map(split, batch), jax.random.split(key, num_microbatches))
+    return jax.lax.scan(add, zeros, microbatches)[0]
+
+
+def at_floor(loss_scale: jaxamp.LossScale) -> jax.Array:
+    """Whether the scale cannot fall any further; bool[]."""
+    least = getattr(loss_scale, "min_scale", loss_scale.loss_scale)
+    return jnp.asarray(loss_scale.loss_scale <= least)
+
+
+def make_eval_step(graphdef: nnx.GraphDef, policy: jaxamp.Policy) -> Callable:
+    """`(params, batch) -> (nll, count)`, sums over the counted positions, jitted."""
+
+    @jax.jit
+    def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        logits_BxTxV = apply(graphdef, policy.cast_to_compute(params), batch["tokens"])
+        nll, _, count = cross_entropy(logits_BxTxV, batch["labels"])
+        return nll, count
+
+    return eval_step
+
+
+def nonfinite_gradients(
+    config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Policy, state: TrainState, batch: Batch
+) -> list[str]:
+    """Paths of the parameters whose gradients are not finite on `batch`, for an error message."""
+    grad_fn = functools.partial(
+        jaxamp.value_and_grad(make_loss_fn(config, graphdef), policy, has_aux=True),
+        loss_scale=jaxamp.loss_scale(state.opt_state),
+    )
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), state.step - 1)
+    compute = jax.jit(functools.partial(accumulate, grad_fn, num_microbatches=1))
+    _, grads = compute(state.params, batch, key)
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in leaves
+        if not jnp.isfinite(leaf).all()
+    ]
