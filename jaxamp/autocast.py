@@ -122,7 +122,9 @@ def trace_call(fun: Callable, args: tuple, kwargs: dict) -> Call:
     try:
         program = jax.make_jaxpr(of_arrays)(*arrays)
     except jax.errors.JAXTypeError as error:
-        error.add_note("autocast traces its function as jax.jit does: its arrays have no values yet")
+        error.add_note(
+            "autocast traces its function as jax.jit does: its arrays have no values yet"
+        )
         raise
 
     def restore(outs):

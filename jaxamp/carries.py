@@ -21,7 +21,15 @@ from jaxamp.plans import LOW, STRONG, Info, Plan, Step
 from jaxamp.rules import RULES
 
 _ADDS = ("add", "sub", "add_any")
-_PASSES = ("neg", "convert_element_type", "copy", "name", "reshape", "transpose", "reduce_precision")
+_PASSES = (
+    "neg",
+    "convert_element_type",
+    "copy",
+    "name",
+    "reshape",
+    "transpose",
+    "reduce_precision",
+)
 
 
 def scan_step(eqn: Any, ins: Sequence[Info], make_plan: Callable[..., Plan]) -> Step:
@@ -106,7 +114,9 @@ class _Flow:
         self.reads |= {value: 1 << k for k, value in enumerate(self.carry_ids)}
         self.by_matmul = dict.fromkeys(self.reads, 0)
         infos = (*before, *start, *after)
-        self.strong = {-1: False} | {v: not info.weak for v, info in zip(inputs, infos, strict=True)}
+        self.strong = {-1: False} | {
+            v: not info.weak for v, info in zip(inputs, infos, strict=True)
+        }
         for node in nodes:
             self._visit(node)
         self.round = self._over_all_rounds()

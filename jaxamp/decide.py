@@ -137,7 +137,10 @@ class _Planner:
                 return step
             kind = "follow"
         if forced:
-            kind, reason = ("rigid" if kind == "rigid" else "full"), "inside full_precision or full="
+            kind, reason = (
+                ("rigid" if kind == "rigid" else "full"),
+                "inside full_precision or full=",
+            )
         elif any(info.pinned for info in operands):
             kind, reason = "full", "reads a parameter that full= names"
         elif kind == "follow" and _low(operands) and any(info.wide for info in operands):

@@ -89,7 +89,9 @@ def custom_vjp(inner: Entered) -> Callable:
             residuals, saved["tree"] = jax.tree.flatten(pullback)
             return [*values, *residuals]
 
-        results, infos, avals = inner.autocast(original, [a.aval for a in eqn.invars], inner.ins, args)
+        results, infos, avals = inner.autocast(
+            original, [a.aval for a in eqn.invars], inner.ins, args
+        )
         saved["infos"], saved["avals"] = infos[num_outs:], avals[num_outs:]
         values = _cast(results[:num_outs], inner.out_dtypes)
         return tuple(values), tuple(results[num_outs:])
@@ -124,9 +126,9 @@ def custom_vmap(inner: Entered) -> Callable:
         axes = [0 if batched else None for batched in in_batched]
 
         def original(*args):
-            return jax.vmap(
-                lambda *one: tuple(jaxprs.bind(eqn, one)), axes, axis_size=axis_size
-            )(*args)
+            return jax.vmap(lambda *one: tuple(jaxprs.bind(eqn, one)), axes, axis_size=axis_size)(
+                *args
+            )
 
         avals = [
             atom.aval.update(shape=arg.shape) for atom, arg in zip(eqn.invars, args, strict=True)

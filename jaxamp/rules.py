@@ -115,9 +115,7 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
-RULES: Mapping[str, str] = {
-    name: kind for kind, _, names in _GROUPS for name in names.split()
-}
+RULES: Mapping[str, str] = {name: kind for kind, _, names in _GROUPS for name in names.split()}
 _WHY: Mapping[str, str] = {name: why for _, why, names in _GROUPS for name in names.split()}
 
 Overrides = tuple[tuple[str, str], ...]
