@@ -139,7 +139,9 @@ def trace_call(fun: Callable, args: tuple, kwargs: dict) -> Call:
 
 def plan_call(call: Call, policy: Policy) -> Plan:
     """The plan of a traced call; `policy.full` has to match something in it."""
-    matches = [scopes.matching(policy.full, path) for path in call.paths]
+    # `params/head/kernel` is found below its argument too, as `head/kernel`.
+    both = [(path, path.partition("/")[2]) for path in call.paths]
+    matches = [[m for path in pair for m in scopes.matching(policy.full, path)] for pair in both]
     infos = [Info(pinned=bool(match)) for match in matches]
     plan = make_plan(call.program, infos, policy)
     if policy.full:
@@ -168,10 +170,7 @@ def _argument_names(fun: Callable, args: tuple) -> list[str]:
 def _path(names: Sequence[str], keys: tuple) -> str:
     """`params/head/kernel` for the leaf at `keys` of `(args, kwargs)`."""
     rest = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
-    if keys[0].idx == 1:
-        first = str(keys[1].key)
-    else:
-        first = names[keys[1].idx]
+    first = str(keys[1].key) if keys[0].idx == 1 else names[keys[1].idx]
     return f"{first}/{rest}" if rest else first
 
 
