@@ -30,11 +30,11 @@ def emit(plan: Plan, args: Sequence[Any], mode: str = residuals.PLAIN) -> list[A
     """
     env = dict(zip(plan.jaxpr.constvars, plan.consts, strict=False))
     env.update(zip(plan.jaxpr.invars, args, strict=True))
-    if mode == residuals.SEGMENTS:
+    if mode in (residuals.SEGMENTS, residuals.ROUND):
         run = functools.partial(_run, plan=plan, mode=residuals.NAMED)
         for wrap, steps in residuals.segments(plan):
             if wrap:
-                residuals.wrapped(run, steps, plan, env)
+                residuals.wrapped(run, steps, plan, env, mode)
             else:
                 _run(steps, env, plan, mode)
     else:
@@ -179,6 +179,7 @@ def _emit_scan(step: Step, operands: list[Any], mode: str) -> list[Any]:
         operands[num_consts : num_consts + num_carry], step, carry, plan
     )
     outs = (*carry, *plan.outs[num_carry:])
+    mode = residuals.ROUND if mode == residuals.SEGMENTS else mode
     return jaxprs.bind(step.eqn, operands, jaxpr=_retraced(plan, mode, outs))
 
 

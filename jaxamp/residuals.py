@@ -21,6 +21,7 @@ from jaxamp.rules import is_elementwise
 # How a program is emitted.
 PLAIN = "plain"  # as it is
 SEGMENTS = "segments"  # segments without a user's checkpoint are wrapped
+ROUND = "round"  # the same, in the body of a loop
 NAMED = "named"  # inside such a segment: what is worth saving gets the name
 
 _NAME = "jaxamp_saved"
@@ -63,13 +64,20 @@ def segments(plan: Plan) -> Iterator[tuple[bool, list[Step]]]:
 
 
 def _stands_alone(step: Step) -> bool:
-    """A checkpoint of the user's, a program that has one inside, or an effect that happens once."""
-    if step.eqn.effects or step.eqn.primitive.name in jaxprs.REMATS:
+    """A user's checkpoint, an effect that happens once, a loop, or a program with one of these.
+
+    Around a loop, a checkpoint would first recompute all rounds and keep them, and then go back.
+    It is each round that is wrapped.
+    """
+    name = step.eqn.primitive.name
+    if step.eqn.effects or name == "scan" or name in jaxprs.REMATS:
         return True
     return any(_stands_alone(inner) for sub in step.subs for inner in sub.steps)
 
 
-def wrapped(run: Callable, steps: Sequence[Step], plan: Plan, env: dict[Any, Any]) -> None:
+def wrapped(
+    run: Callable, steps: Sequence[Step], plan: Plan, env: dict[Any, Any], mode: str
+) -> None:
     """Run the steps under `jax.checkpoint`; `run(steps, env)` adds their results to `env`."""
     made = {var for step in steps for var in step.eqn.outvars}
     read = {v for step in steps for v in step.eqn.invars if not jaxprs.is_literal(v)} - made
@@ -80,7 +88,8 @@ def wrapped(run: Callable, steps: Sequence[Step], plan: Plan, env: dict[Any, Any
     ins = [v for v in env if v in read]
     outs = [v for step in steps for v in step.eqn.outvars if v in later]
 
-    @functools.partial(jax.checkpoint, policy=_saved)
+    # XLA cannot merge the recomputed with the computed across the rounds of a loop.
+    @functools.partial(jax.checkpoint, policy=_saved, prevent_cse=mode != ROUND)
     def segment(values):
         local = dict(zip(ins, values, strict=True))
         run(steps, local)
