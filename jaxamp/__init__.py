@@ -7,6 +7,12 @@ The step, in its ten words:
 
     policy.py      Policy: which dtype is used where; its grammar, presets, and `auto`
     loss_scale.py  NoOp / Static / Dynamic loss scale
+    rules.py       the op table: how autocast treats each primitive, and why
+    autocast.py    autocast: a float32 program in, a mixed-precision program out
+                     decide.py, carries.py (plan), emit.py, derivatives.py (emit)
+                     plans.py, jaxprs.py, scopes.py (full_precision), residuals.py
+    explain.py     explain: what was decided and why
+    nnx.py         autocast and value_and_grad for functions of Flax NNX modules
     gradients.py   value_and_grad: cast, forward, scale, backward, unscale
     optimizer.py   apply_if_finite: finite? clip and update, or skip whole; adjust the scale
 
@@ -32,6 +38,8 @@ Example:
     (0.25, dtype('float32'), 32768.0)
 """
 
+from jaxamp.autocast import autocast
+from jaxamp.explain import Explanation, explain
 from jaxamp.gradients import grad, value_and_grad
 from jaxamp.loss_scale import (
     DynamicLossScale,
@@ -43,16 +51,21 @@ from jaxamp.loss_scale import (
 )
 from jaxamp.optimizer import ApplyIfFiniteState, apply_if_finite, loss_scale
 from jaxamp.policy import Policy, auto_policy, get_policy
+from jaxamp.scopes import full_precision
 
 __all__ = [
     "ApplyIfFiniteState",
     "DynamicLossScale",
+    "Explanation",
     "LossScale",
     "NoOpLossScale",
     "Policy",
     "StaticLossScale",
     "apply_if_finite",
     "auto_policy",
+    "autocast",
+    "explain",
+    "full_precision",
     "get_loss_scale",
     "get_policy",
     "grad",

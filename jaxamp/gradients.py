@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jmp
 
+from jaxamp.autocast import autocast
 from jaxamp.loss_scale import NoOpLossScale, StaticLossScale, to_float32
-from jaxamp.policy import Policy, get_policy
+from jaxamp.policy import get_policy
 
 
 def value_and_grad(
@@ -55,7 +56,7 @@ def value_and_grad(
     """
     _check_callable(fun)
     policy = get_policy(policy)
-    mixed = _in_mixed_precision(fun, policy)
+    mixed = autocast(fun, policy)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args, loss_scale=None, **kwargs):
@@ -98,18 +99,6 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
-
-
-def _in_mixed_precision(fun: Callable, policy: Policy) -> Callable:
-    if policy.full or policy.matmul:
-        key = "full" if policy.full else "matmul"
-        raise ValueError(f"policy {str(policy)!r}: {key}= is not built yet; leave it out")
-
-    def mixed(*args, **kwargs):
-        args, kwargs = policy.cast_to_compute((args, kwargs))
-        return fun(*args, **kwargs)
-
-    return mixed
 
 
 def _as_loss_scale(loss_scale: Any) -> Any:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
+from jaxamp.rules import checked_rules
+
 _DTYPE_NAMES = {
     "f32": "float32",
     "full": "float32",
@@ -18,9 +20,10 @@ _DTYPE_NAMES = {
 } | {name: name for name in ("float32", "bfloat16", "float16", "float64")}
 _SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 _KEYS = {"p": "params", "c": "compute", "o": "output"} | {
-    key: key for key in ("params", "compute", "output", "full", "matmul")
+    key: key for key in ("params", "compute", "output", "full", "matmul", "rules", "residuals")
 }
 _MATMULS = ("tf32", "f8", "mxfp8", "nvfp4")
+_RESIDUALS = ("float32", "compute")
 _PRESETS = {
     "float32": "params=f32,compute=f32",
     "mixed_bfloat16": "params=f32,compute=bf16",
@@ -30,7 +33,7 @@ _PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Policy(jmp.Policy):
-    """Precision of parameters, computation and output; a `jmp.Policy` with two more fields.
+    """Precision of parameters, computation and output; a `jmp.Policy` with more fields.
 
     Attributes:
         param_dtype: dtype of parameters and of the optimizer's view of them.
@@ -38,6 +41,9 @@ class Policy(jmp.Policy):
         output_dtype: dtype of floating results.
         full: globs of parameter or scope paths whose ops stay in float32.
         matmul: a narrower matmul (`tf32`, `f8`, `mxfp8`, `nvfp4`), or None.
+        rules: kinds of primitives that differ from `jaxamp.rules`, as a mapping or sorted pairs.
+        residuals: `float32` saves what the backward pass needs as it is; `compute` saves only
+            16-bit values and recomputes the float32 ones.
         reason: why this policy was chosen, for people to read. Not compared.
 
     `str(policy)` parses back with `get_policy`. jmp's own `__str__` drops what it does not know.
@@ -49,7 +55,8 @@ class Policy(jmp.Policy):
     True
 
     Raises:
-        ValueError: a dtype that is not floating, an empty glob, an unknown matmul.
+        ValueError: a dtype that is not floating, an empty glob, an unknown matmul, rule or
+            residuals.
     """
 
     # Anything that names a dtype is taken; a numpy dtype is kept.
@@ -58,6 +65,8 @@ class Policy(jmp.Policy):
     output_dtype: Any
     full: tuple[str, ...] = ()
     matmul: str | None = None
+    rules: tuple[tuple[str, str], ...] = ()
+    residuals: str = "float32"
     reason: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
@@ -66,6 +75,9 @@ class Policy(jmp.Policy):
         object.__setattr__(self, "full", _checked_globs(self.full))
         if self.matmul is not None and self.matmul not in _MATMULS:
             raise ValueError(_unknown("matmul", self.matmul, _MATMULS))
+        object.__setattr__(self, "rules", checked_rules(self.rules))
+        if self.residuals not in _RESIDUALS:
+            raise ValueError(_unknown("residuals", self.residuals, _RESIDUALS))
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed.
@@ -82,6 +94,8 @@ class Policy(jmp.Policy):
             "output": _short_name(self.output_dtype),
             "full": "|".join(self.full),
             "matmul": self.matmul,
+            "rules": "|".join(f"{name}:{kind}" for name, kind in self.rules),
+            "residuals": "" if self.residuals == "float32" else self.residuals,
         }
         return ",".join(f"{key}={value}" for key, value in parts.items() if value)
 
@@ -96,7 +110,10 @@ def get_policy(policy: "str | jmp.Policy") -> Policy:
 
     Two departures from `jmp.get_policy`: `output` defaults to the *param* dtype rather than to the
     compute dtype, because losses and logits want range; and there are the keys `full` (globs joined
-    by `|`) and `matmul`.
+    by `|`), `matmul`, `rules` (`name:kind`, joined by `|`) and `residuals`.
+
+    >>> get_policy("c=bf16,rules=erf:full|tan:follow,residuals=compute").rules
+    (('erf', 'full'), ('tan', 'follow'))
 
     >>> get_policy("params=f32, compute=bf16").output_dtype
     dtype('float32')
@@ -186,7 +203,14 @@ def _parse(text: str) -> Policy:
         output_dtype=dtypes.get("output", params),
         full=tuple(glob.strip() for glob in fields["full"].split("|")) if "full" in fields else (),
         matmul=fields.get("matmul"),
+        rules=_parse_rules(fields["rules"]) if "rules" in fields else (),
+        residuals=fields.get("residuals", "float32"),
     )
+
+
+def _parse_rules(text: str) -> dict[str, str]:
+    pairs = [part.partition(":")[::2] for part in text.split("|")]
+    return {name.strip(): kind.strip() for name, kind in pairs}
 
 
 def _split(text: str) -> dict[str, str]:

@@ -58,9 +58,9 @@ def test_near_float32_and_in_float32(policy, eps, seed):
         assert grad.dtype == jnp.float32 and 0 < error < 10 * eps
 
 
-def test_the_function_sees_the_compute_dtype_and_gradients_the_params_shape():
+def test_the_function_sees_its_own_dtypes_and_gradients_the_params_shape():
     def fun(params, x, *, ids, flag):
-        assert params["w"].dtype == x.dtype == jnp.bfloat16
+        assert params["w"].dtype == x.dtype == jnp.float32
         assert ids.dtype == jnp.int32 and flag is True
         return jnp.sum(params["w"][ids] * x[0, 0])
 

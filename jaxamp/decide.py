@@ -1,0 +1,264 @@
+"""What runs in which dtype: a plan for a traced program, made before anything is emitted.
+
+Every float32 value of the trace is given an `Info`: is it held in the compute dtype (`low`), and is
+it `weak`. A value is weak when it is made from inputs and constants alone, as a parameter is; like a
+Python scalar it stays float32 until it meets a strong value and then takes its dtype. Matmuls make
+strong values, and what is made from a strong value is strong.
+
+A `Plan` is what `autocast` emits and what `explain` shows. Programs inside (jit, scan ...) have
+plans of their own, remembered per program, so that what JAX traces once is planned once.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxamp import carries, jaxprs
+from jaxamp.plans import Info, Plan, Step
+from jaxamp.policy import Policy
+from jaxamp.rules import kind_of, reason_of
+from jaxamp.scopes import Scopes
+
+
+_PLANS: Any = weakref.WeakKeyDictionary()
+
+
+def make_plan(
+    program: Any,
+    ins: Sequence[Info],
+    policy: Policy,
+    forced: bool = False,
+    scope: str = "",
+) -> Plan:
+    """The plan of a program (a jaxpr, open or closed) whose inputs have the given infos.
+
+    Args:
+        program: From `jax.make_jaxpr`, or found inside another one.
+        ins: One `Info` per input.
+        policy: Its compute dtype, `rules` and `full`.
+        forced: Everything inside stays in float32.
+        scope: The name scopes around the program.
+    """
+    remembered = _PLANS.setdefault(program, {})
+    key = (tuple(ins), policy, forced, scope if policy.full else "")
+    if key not in remembered:
+        remembered[key] = _plan(program, tuple(ins), policy, forced, scope)
+    return remembered[key]
+
+
+def _plan(program, ins, policy, forced, scope) -> Plan:
+    jaxpr, consts = jaxprs.opened(program)
+    planner = _Planner(policy, forced, scope)
+    steps, outs = planner.forward(jaxpr, consts, ins, frozenset())
+    # What is saved for the backward pass is to be 16-bit where residuals="compute".
+    wanted = _wanted(jaxpr, steps) if policy.residuals == "float32" else set()
+    upgraded = frozenset(
+        k for k, step in enumerate(steps) if step.kind == "matmul" and step.eqn.outvars[0] in wanted
+    )
+    if upgraded:
+        steps, outs = planner.forward(jaxpr, consts, ins, upgraded)
+    wanted_ins = frozenset(k for k, var in enumerate(jaxpr.invars) if var in wanted)
+    return Plan(jaxpr, consts, ins, outs, steps, policy, forced, wanted_ins, planner.scopes)
+
+
+class _Planner:
+    """Walks one program forward, equation by equation."""
+
+    def __init__(self, policy: Policy, forced: bool, scope: str):
+        self.policy, self.forced, self.scope = policy, forced, scope
+        self.scopes = Scopes(policy.full)
+
+    def forward(self, jaxpr, consts, ins, upgraded):
+        infos: dict[Any, Info] = dict(zip(jaxpr.invars, ins, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=False):
+            infos[var] = Info(wide=_is_wide(value, self.policy.compute_dtype))
+        read = functools.partial(self._read, infos)
+        steps = []
+        for k, eqn in enumerate(jaxpr.eqns):
+            step = self._step(eqn, tuple(map(read, eqn.invars)), k in upgraded)
+            infos.update(zip(eqn.outvars, step.outs, strict=True))
+            steps.append(step)
+        return steps, tuple(map(read, jaxpr.outvars))
+
+    def _read(self, infos, atom) -> Info:
+        if jaxprs.is_literal(atom):
+            return Info(const=True, wide=_is_wide(atom.val, self.policy.compute_dtype))
+        return infos.get(atom) or Info()
+
+    def _step(self, eqn, ins, upgraded) -> Step:
+        scope = self.scopes.enter(self.scope, eqn)
+        forced = self.forced or self.scopes.is_full(scope)
+        kind = kind_of(eqn.primitive.name, self.policy.rules)
+        if kind == "enter":
+            step = self._enter(eqn, ins, forced, scope)
+        else:
+            step = self._first_order(eqn, kind, ins, forced, upgraded)
+        step.scope = scope
+        return step
+
+    # Programs inside.
+
+    def _enter(self, eqn, ins, forced, scope) -> Step:
+        plan = functools.partial(make_plan, policy=self.policy, forced=forced, scope=scope)
+        name = eqn.primitive.name
+        if name == "scan":
+            step = carries.scan_step(eqn, ins, plan)
+        elif name == "while":
+            step = carries.while_step(eqn, ins, plan)
+        elif name == "cond":
+            step = carries.cond_step(eqn, ins, plan)
+        else:
+            sub = plan(jaxprs.called(eqn), ins)
+            step = Step(eqn, "enter", "", ins, (None,) * len(ins), sub.outs, (sub,))
+        for sub in step.subs:
+            self.scopes.absorb(sub.scopes)
+        return step
+
+    # Single operations.
+
+    def _first_order(self, eqn, kind, ins, forced, upgraded) -> Step:
+        name, rules = eqn.primitive.name, self.policy.rules
+        reason = reason_of(name, rules)
+        operands = [
+            info for atom, info in zip(eqn.invars, ins, strict=True) if jaxprs.is_float32(atom)
+        ]
+        if kind == "matmul":
+            kind, reason = _matmul_kind(eqn, reason)
+        elif kind == "guarded" or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
+            kind = _guarded_kind(eqn, self.policy.compute_dtype)
+        if kind == "structure":
+            step = _structure_step(eqn, ins, operands, reason)
+            if step is not None:
+                return step
+            kind = "follow"
+        if forced:
+            kind, reason = (
+                ("rigid" if kind == "rigid" else "full"),
+                "inside full_precision or full=",
+            )
+        elif any(info.pinned for info in operands):
+            kind, reason = "full", "reads a parameter that full= names"
+        elif kind == "follow" and _low(operands) and any(info.wide for info in operands):
+            kind = "full"
+            reason = f"a constant that {self.policy.compute_dtype.name} cannot hold"
+        low = kind == "matmul" or (kind == "follow" and _low(operands))
+        return _step(eqn, kind, reason, ins, low, upgraded)
+
+
+def _low(operands: Sequence[Info]) -> bool:
+    """The widest of the strong operands is in the compute dtype."""
+    strong = [info.low for info in operands if not info.weak]
+    return bool(strong) and all(strong)
+
+
+def _step(eqn, kind, reason, ins, low, float32_out=False) -> Step:
+    """A step whose float32 operands all go to one dtype, and its float32 results too."""
+    to_low = tuple(low if jaxprs.is_float32(atom) else None for atom in eqn.invars)
+    weak = kind != "matmul" and _all_weak(eqn, ins)
+    out = Info(
+        low=low and not float32_out,
+        weak=weak,
+        const=all(info.const for info in ins),
+        wide=weak and kind == "follow" and any(info.wide for info in ins),
+    )
+    outs = tuple(out if jaxprs.is_float32(var) else out._replace(low=False) for var in eqn.outvars)
+    return Step(eqn, kind, reason, tuple(ins), to_low, outs, float32_out=float32_out and low)
+
+
+def _all_weak(eqn, ins) -> bool:
+    """Integers and keys carry no precision: what is made from them is weak."""
+    pairs = zip(eqn.invars, ins, strict=True)
+    return all(info.weak for atom, info in pairs if jaxprs.is_inexact(atom))
+
+
+def _structure_step(eqn, ins, operands, reason) -> Step | None:
+    """Results keep their operand's info; None where several operands have to agree."""
+    if len(eqn.invars) == len(eqn.outvars):
+        outs = tuple(ins)
+    elif len(operands) == 1:
+        outs = tuple(operands) * len(eqn.outvars)
+    else:
+        return None
+    if eqn.primitive.name == "convert_element_type":
+        outs = (outs[0]._replace(weak=_all_weak(eqn, ins)),)
+    if eqn.primitive.name == "gather":  # has consumed the parameter; its rows are activations
+        outs = (outs[0]._replace(pinned=False),)
+    outs = tuple(
+        info if jaxprs.is_float32(var) else info._replace(low=False)
+        for info, var in zip(outs, eqn.outvars, strict=True)
+    )
+    return Step(eqn, "structure", reason, tuple(ins), (None,) * len(ins), outs)
+
+
+def _matmul_kind(eqn, reason) -> tuple[str, str]:
+    """Which matmuls are left alone, and why."""
+    narrowable = (np.float32, jnp.bfloat16, np.float16)
+    dtypes = [jaxprs.dtype_of(atom) for atom in eqn.invars[:2]]
+    if np.float32 not in dtypes or not jaxprs.is_float32(eqn.outvars[0]):
+        return "rigid", "the program chose these dtypes itself"
+    if any(dtype not in narrowable for dtype in dtypes):
+        return "rigid", "operands that are not float32, bfloat16 or float16"
+    precision = eqn.params.get("precision")
+    chosen = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH) for p in chosen):
+        return "full", f"precision={chosen[0]} is asked for"
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        if math.prod(eqn.invars[0].aval.shape[k] for k in contracted) <= 1:
+            return "follow", "an outer product adds nothing up: it is a multiplication"
+    return "matmul", reason
+
+
+def _guarded_kind(eqn, compute_dtype) -> str:
+    if compute_dtype == np.float16 or not 0 <= eqn.params.get("y", 2) <= 3:
+        return "full"
+    return "follow"
+
+
+def _is_wide(value: Any, compute_dtype: np.dtype) -> bool:
+    """A finite number in there is infinite, or a nonzero one zero, in the compute dtype."""
+    if isinstance(value, jax.core.Tracer) or getattr(value, "size", 1) > _LARGEST_CHECKED:
+        return False
+    if getattr(value, "dtype", None) not in (None, np.dtype(np.float32)):
+        return False
+    try:
+        size = np.abs(np.asarray(value, np.float32))
+    except (TypeError, ValueError):  # a key, or an array on devices of other processes
+        return False
+    size = size[np.isfinite(size) & (size > 0)]
+    with np.errstate(over="ignore", under="ignore"):
+        held = size.astype(compute_dtype).astype(np.float32)
+    return bool(size.size) and not bool(np.all(np.isfinite(held) & (held > 0)))
+
+
+_LARGEST_CHECKED = 2**24  # elements: looking at a constant costs a copy to the host
+
+
+def _wanted(jaxpr, steps: Sequence[Step]) -> set[Any]:
+    """Values that only float32 islands read: a matmul that makes one may give it in float32."""
+    good: set[Any] = set()
+    bad: set[Any] = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
+    for step in reversed(steps):
+        wanted = [var in good and var not in bad for var in step.eqn.outvars]
+        for k, atom in enumerate(step.eqn.invars):
+            if not jaxprs.is_literal(atom):
+                (good if _reads_float32(step, k, wanted) else bad).add(atom)
+    return good - bad
+
+
+def _reads_float32(step: Step, k: int, wanted: Sequence[bool]) -> bool:
+    if step.kind == "enter":
+        return step.eqn.primitive.name in jaxprs.CALLS and k in step.subs[0].wanted
+    if step.kind == "matmul":
+        return False
+    if step.to_low[k] is False:
+        return True
+    # Low, or untouched: given a float32 operand it would be float32, which its readers want.
+    floats = [w for var, w in zip(step.eqn.outvars, wanted, strict=True) if jaxprs.is_float32(var)]
+    return bool(floats) and all(floats)

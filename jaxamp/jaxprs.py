@@ -1,0 +1,157 @@
+"""Reading jaxprs: the only file that touches `jax.extend.core`, and what differs between versions.
+
+The names of params are those of jax 0.10 to 0.12. `shard_map_p`, `pallas_call_p` and others are
+not exported, so primitives are recognised by name.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+CALLS = {  # name -> the param with the program, whose inputs and outputs are those of the equation
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "shard_map": "jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
+}
+INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
+REMATS = ("remat", "remat2", "checkpoint")
+
+
+def opened(program: Any) -> tuple[Any, Sequence[Any]]:
+    """A `Jaxpr` or `ClosedJaxpr` as (jaxpr, values of its constvars)."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def called(eqn: Any) -> Any:
+    """The program inside an equation of `CALLS`."""
+    return eqn.params[CALLS[eqn.primitive.name]]
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether the operand of an equation is a literal rather than a variable."""
+    return isinstance(atom, jex_core.Literal)
+
+
+def dtype_of(atom: Any) -> Any:
+    """Numpy dtype of a variable that holds an array; None for keys, references and tokens."""
+    aval = atom.aval
+    if not isinstance(aval, jax.core.ShapedArray):
+        return None
+    return aval.dtype if isinstance(aval.dtype, np.dtype) else None
+
+
+def is_float32(atom: Any) -> bool:
+    """Whether the trace has a float32 array there: the only dtype that autocast narrows."""
+    return dtype_of(atom) == np.float32
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether the trace has a floating or complex array there, of any width."""
+    dtype = dtype_of(atom)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan; jax 0.11 moved them into `ft_in`."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def bind(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
+    """Bind the equation's primitive to new operands, with some params changed."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changes})
+    outs = eqn.primitive.bind(*operands, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def trace(fun: Callable, atoms: Sequence[Any]) -> Any:
+    """The closed jaxpr of `fun` for arguments like `atoms` (their shapes, dtypes, shardings)."""
+    return jax.make_jaxpr(fun)(*[atom.aval for atom in atoms])
+
+
+def scope_of(eqn: Any) -> str:
+    """The name scopes of an equation, within its own jaxpr.
+
+    Transforms wrap the names they meet, as in `transpose(jvp(layer))/mul`; the layer is meant.
+    """
+    text = str(eqn.source_info.name_stack)
+    while (inner := text.rfind("(")) >= 0:
+        text = text[: text[:inner].rfind("/") + 1] + text[inner + 1 :].replace(")", "", 1)
+    return text
+
+
+def where(eqn: Any) -> str:
+    """`file:line:column (function)` of the user's line behind an equation."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def programs(eqn: Any) -> Iterator[Any]:
+    """All programs among the params of an equation."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jex_core.Jaxpr | jex_core.ClosedJaxpr):
+                yield item
+
+
+class Node(NamedTuple):
+    """One equation of a `flat_graph`; values are numbered, literals are -1."""
+
+    name: str
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    has_matmul: bool
+
+
+def flat_graph(program: Any, is_matmul: Callable[[str], bool]) -> tuple[list[Node], range, list]:
+    """The data flow of a program with its calls inlined: (nodes, inputs, outputs).
+
+    Loops and branches stay single nodes, which have a matmul if there is one anywhere inside.
+    """
+    nodes: list[Node] = []
+    count = 0
+
+    def fresh() -> int:
+        nonlocal count
+        count += 1
+        return count - 1
+
+    def walk(jaxpr: Any, ins: Sequence[int]) -> list[int]:
+        ids: dict[Any, int] = dict(zip(jaxpr.invars, ins, strict=True))
+        read = lambda atom: -1 if is_literal(atom) else ids.setdefault(atom, -1)  # noqa: E731
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in CALLS:
+                outs = walk(opened(called(eqn))[0], operands)
+            else:
+                outs = [fresh() for _ in eqn.outvars]
+                nodes.append(Node(eqn.primitive.name, tuple(operands), tuple(outs), matmul_in(eqn)))
+            ids.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def matmul_in(eqn: Any) -> bool:
+        if is_matmul(eqn.primitive.name):
+            return True
+        return any(matmul_in(e) for p in programs(eqn) for e in opened(p)[0].eqns)
+
+    jaxpr = opened(program)[0]
+    inputs = range(len(jaxpr.invars))
+    count = len(jaxpr.invars)
+    return nodes, inputs, walk(jaxpr, inputs)
