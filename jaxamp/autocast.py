@@ -69,7 +69,7 @@ def autocast(fun: Callable, policy: str | jmp.Policy) -> Callable:
     @functools.wraps(fun)
     def autocast_fun(*args, **kwargs):
         if policy.compute_dtype == np.float32:
-            return _cast_outputs(fun(*args, **kwargs), policy)
+            return cast_outputs(fun(*args, **kwargs), policy)
         call = trace_call(fun, args, kwargs)
         plan = plan_call(call, policy)
         return call.restore(_cast_float32(emit(plan, call.arrays, residuals.mode_of(plan)), plan))
@@ -180,7 +180,9 @@ def _cast_float32(outs: Sequence[Any], plan: Plan) -> list[Any]:
     return [_cast(out, dtype) if jaxprs.is_float32(var) else out for out, var in pairs]
 
 
-def _cast_outputs(tree: Any, policy: Policy) -> Any:
+def cast_outputs(tree: Any, policy: Policy) -> Any:
+    """`tree` with its float32 arrays in the policy's output dtype."""
+
     def cast(leaf):
         is_float32 = _is_array(leaf) and leaf.dtype == np.float32
         return _cast(leaf, policy.output_dtype) if is_float32 else leaf

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jmp
 
-from jaxamp.autocast import autocast
+from jaxamp.autocast import autocast, cast_outputs
 from jaxamp.loss_scale import NoOpLossScale, StaticLossScale, to_float32
 from jaxamp.policy import get_policy
 
@@ -36,7 +37,7 @@ def value_and_grad(
         fun: Its first result is the loss, a floating scalar.
         policy: A policy or its string, see `get_policy`.
         argnums: As in `jax.value_and_grad`.
-        has_aux: As in `jax.value_and_grad`; the floating leaves of aux come back in the
+        has_aux: As in `jax.value_and_grad`; what of aux is float32 comes back in the
             policy's output dtype.
         holomorphic: As in `jax.value_and_grad`.
         allow_int: As in `jax.value_and_grad`.
@@ -56,7 +57,8 @@ def value_and_grad(
     """
     _check_callable(fun)
     policy = get_policy(policy)
-    mixed = autocast(fun, policy)
+    # The loss stays float32 until it is scaled; `output` is for what else comes back.
+    mixed = autocast(fun, policy.replace(output_dtype=jnp.float32))
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args, loss_scale=None, **kwargs):
@@ -65,7 +67,7 @@ def value_and_grad(
         def scaled_loss(*args, **kwargs):
             loss, aux = _split_aux(mixed(*args, **kwargs), has_aux)
             loss = to_float32(loss)
-            return scale.scale(loss), (loss, policy.cast_to_output(aux))
+            return scale.scale(loss), (loss, cast_outputs(aux, policy))
 
         grad_fn = jax.grad(scaled_loss, argnums, True, holomorphic, allow_int)
         grads, (loss, aux) = grad_fn(*args, **kwargs)

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxamp import autocast as _autocast
 from jaxamp import gradients
+from jaxamp.autocast import cast_outputs
 from jaxamp.policy import get_policy
 
 
@@ -57,7 +58,7 @@ def autocast(fun: Callable, policy: str | jmp.Policy) -> Callable:
 
         out, new = _autocast(pure, inside)(state, parts.others)
         _write_back(parts.root, new)
-        return _to_output(out, policy)
+        return cast_outputs(out, policy)
 
     return autocast_fun
 
@@ -122,7 +123,7 @@ def value_and_grad(
         (value, (aux, new)), grads = grad_fn(params, rest, parts.others, loss_scale=loss_scale)
         _write_back(parts.root, new)
         each = tuple(grads if parts.is_single else grads[k] for k in at)
-        value = (value, _to_output(aux, policy)) if has_aux else value
+        value = (value, cast_outputs(aux, policy)) if has_aux else value
         return value, (each if several else each[0])
 
     return value_and_grad_fun
@@ -180,14 +181,6 @@ def _write_back(root: Any, new: Any) -> None:
 
     flat = [(path, kept_dtype(path, variable)) for path, variable in nnx.to_flat_state(new)]
     nnx.update(root, nnx.from_flat_state(flat))
-
-
-def _to_output(tree: Any, policy: Any) -> Any:
-    def cast(leaf):
-        is_float32 = getattr(leaf, "dtype", None) == jnp.float32
-        return leaf.astype(policy.output_dtype) if is_float32 else leaf
-
-    return jax.tree.map(cast, tree)
 
 
 def _diff_state(one: int | nnx.DiffState) -> nnx.DiffState:

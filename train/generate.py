@@ -122,14 +122,12 @@ def generate(
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config", "num_tokens", "top_k", "policy"))
 def _generate(graphdef, params, prompt_T, key, temperature, *, config, num_tokens, top_k, policy):
-    params = policy.cast_to_compute(params)
+    forward = jaxamp.autocast(functools.partial(model.apply_with_cache, graphdef), policy)
     length = prompt_T.shape[0] + num_tokens
-    cache = model.init_cache(config, 1, length, policy.compute_dtype)
+    cache = model.init_cache(config, 1, length, params["embed"]["embedding"].dtype)
 
     def next_token(tokens_T, cache, position, key):
-        logits_BxTxV, cache = model.apply_with_cache(
-            graphdef, params, tokens_T[None], cache, position
-        )
+        logits_BxTxV, cache = forward(params, tokens_T[None], cache, position)
         return _sample(logits_BxTxV[0, -1], key, temperature, top_k), cache
 
     def next_step(carry, key):

@@ -1,8 +1,8 @@
 """The model: a pre-norm decoder-only Transformer, written as a plain float32 program.
 
-Precision is not the model's business: it runs in whatever dtype its parameters have, and a policy
-(`jaxamp.Policy`) decides that from outside. Two places do know about dtypes: RoPE's angles are
-float32 under every policy, and so queries and keys are cast back before the attention kernel.
+Precision is not the model's business: `jaxamp.autocast` decides it from outside, op by op. One
+place knows about dtypes, the attention: its kernels demand operands of one dtype, and cuDNN's
+demands 16 bits.
 
 Parameters are a nested dict of arrays; those of the layers are stacked, `[n_layers, ...]`, under
 `blocks`, and one traced layer is run n_layers times by `jax.lax.scan`.
@@ -28,9 +28,16 @@ Cache = dict[str, jax.Array]
 Kernel = Literal["xla", "cudnn"]
 
 
-def create(config: ModelConfig, vocab_size: int, key: jax.Array) -> tuple[nnx.GraphDef, Params]:
-    """The model's structure and fresh float32 parameters; also under jit and `jax.eval_shape`."""
-    graphdef, state = nnx.split(Transformer(config, vocab_size, nnx.Rngs(key)))
+def create(
+    config: ModelConfig, vocab_size: int, key: jax.Array, kernel_dtype: DTypeLike | None = None
+) -> tuple[nnx.GraphDef, Params]:
+    """The model's structure and fresh float32 parameters; also under jit and `jax.eval_shape`.
+
+    `kernel_dtype` is what an attention kernel that demands 16 bits is given: the policy's compute
+    dtype. None: such kernels run only where the parameters are 16-bit.
+    """
+    dtype = None if kernel_dtype is None else jnp.dtype(kernel_dtype)
+    graphdef, state = nnx.split(Transformer(config, vocab_size, nnx.Rngs(key), dtype))
     return graphdef, nnx.to_pure_dict(state)
 
 
@@ -99,13 +106,13 @@ def _cudnn_obstacle(head_dim: int, dtype: jnp.dtype, device: Any) -> str | None:
 
 
 class Transformer(nnx.Module):
-    def __init__(self, config: ModelConfig, vocab_size: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, vocab_size: int, rngs: nnx.Rngs, kernel_dtype=None):
         self.config = config
         self.embed = nnx.Embed(vocab_size, config.d_model, embedding_init=_small, rngs=rngs)
         # Embed remembers the dtype it was made with and would lift 16-bit parameters to it.
         self.embed.dtype = None
         layer_keys = jax.random.split(rngs.params(), config.n_layers)
-        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(layer_keys)
+        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key), kernel_dtype))(layer_keys)
         self.norm = _norm(config, rngs)
         tied = config.tie_embeddings
         self.head = None if tied else _linear(config.d_model, vocab_size, rngs, _small)
@@ -139,9 +146,9 @@ class Transformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, kernel_dtype):
         self.attention_norm = _norm(config, rngs)
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, rngs, kernel_dtype)
         self.feed_forward_norm = _norm(config, rngs)
         self.feed_forward = FeedForward(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
@@ -159,8 +166,9 @@ class Block(nnx.Module):
 class Attention(nnx.Module):
     """Causal self-attention; each key-value head serves n_heads / n_kv_heads queries."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, kernel_dtype):
         self.config = config
+        self.kernel_dtype = kernel_dtype
         self.head_dim = config.d_model // config.n_heads
         kv_size = (config.n_kv_heads or config.n_heads) * self.head_dim
         self.query = _linear(config.d_model, config.d_model, rngs)
@@ -170,13 +178,16 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BxTxE, rotation, cache, position):
         value_BxTxKxD = self._heads(self.value(x_BxTxE))
-        # RoPE leaves float32, and the kernel demands one dtype.
+        # RoPE leaves float32 where parameters are 16-bit, and the kernel demands one dtype.
         dtype = value_BxTxKxD.dtype
         query_BxTxHxD = _rotate(self._heads(self.query(x_BxTxE)), rotation).astype(dtype)
         key_BxTxKxD = _rotate(self._heads(self.key(x_BxTxE)), rotation).astype(dtype)
         if cache is None:
-            kernel, _ = attention_implementation(self.config, dtype)
-            y_BxTxHxD = _attend(query_BxTxHxD, key_BxTxKxD, value_BxTxKxD, kernel, is_causal=True)
+            kernel, _ = attention_implementation(self.config, self.kernel_dtype or dtype)
+            operands = query_BxTxHxD, key_BxTxKxD, value_BxTxKxD
+            if kernel == "cudnn":
+                operands = tuple(x.astype(self.kernel_dtype or dtype) for x in operands)
+            y_BxTxHxD = _attend(*operands, kernel, is_causal=True).astype(dtype)
         else:
             cache = _write(cache, position, key=key_BxTxKxD, value=value_BxTxKxD)
             mask = _past(position, x_BxTxE.shape[1], cache["key"].shape[1])

@@ -87,7 +87,7 @@ def init_state(
 ) -> tuple[nnx.GraphDef, TrainState]:
     """The structure of the model and the state before the first step; also under `eval_shape`."""
     params_key, dropout_key = jax.random.split(jax.random.key(config.seed))
-    graphdef, params = create(config.model, vocab_size, params_key)
+    graphdef, params = create(config.model, vocab_size, params_key, policy.compute_dtype)
     params = policy.cast_to_param(params)
     tx = make_optimizer(config.optimizer, config.num_steps, policy)
     state = TrainState(
@@ -191,8 +191,10 @@ def make_eval_step(graphdef: nnx.GraphDef, policy: jaxamp.Policy) -> Callable:
 
     @jax.jit
     def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        logits_BxTxV = apply(graphdef, policy.cast_to_compute(params), batch["tokens"])
-        nll, _, count = cross_entropy(logits_BxTxV, batch["labels"])
+        def sums(params, batch):
+            return cross_entropy(apply(graphdef, params, batch["tokens"]), batch["labels"])
+
+        nll, _, count = jaxamp.autocast(sums, policy)(params, batch)
         return nll, count
 
     return eval_step
