@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxpr_search import dtypes
 
 import jaxamp
 from train import generate as generate_module
@@ -94,18 +95,14 @@ def test_temperature_narrows_the_choice():
 
 
 @pytest.mark.parametrize("policy", ("params=f32,compute=bf16", "mixed_float16"))
-def test_a_policy_is_a_cast_of_the_parameters(policy, monkeypatch):
-    seen = set()
+def test_runs_under_the_policy(policy):
+    def text(params, prompt, key):
+        return generate(made()[0], params, CONFIG, prompt, 3, key, top_k=2, policy=policy)
 
-    def spy(graphdef, params, tokens, cache, position):
-        seen.update(leaf.dtype for leaf in jax.tree.leaves((params, cache)))
-        return apply_with_cache(graphdef, params, tokens, cache, position)
-
-    apply_with_cache = model.apply_with_cache
-    monkeypatch.setattr(model, "apply_with_cache", spy)
-    (token,) = ids(num_tokens=1, temperature=0, policy=policy)
     dtype = jaxamp.get_policy(policy).compute_dtype
-    assert seen == {dtype}
+    dots = dtypes(lambda params, key: text(params, PROMPT, key), made()[1], jax.random.key(0))
+    assert dots and all(operands[:2] == [dtype.name] * 2 for operands in dots)
+    (token,) = ids(num_tokens=1, temperature=0, policy=policy)
     logits = forward(*made(), np.array([PROMPT], np.int32))[0, -1]
     # A logit is off by eps x 2 layers x 8 roundings at most, the likeliest and its rival both.
     tolerance = 2 * float(jnp.finfo(dtype).eps) * 2 * 8 * float(jnp.abs(logits).max())

@@ -106,6 +106,25 @@ def test_float16_scales_the_loss_by_itself(tmp_path, capsys):
     assert metrics(tmp_path)[0]["amp/loss_scale"] == 32768
 
 
+def test_explain_prints_the_decisions_and_stops(tmp_path, capsys):
+    assert main(flags(tmp_path / "run", "--explain", policy="mixed_bfloat16")) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"dot_general +blocks/attention .*float32 -> bfloat16", out)
+    assert re.search(r"exp +.*float32 .*full", out)
+    assert not (tmp_path / "run").exists()
+
+
+def test_full_keeps_what_it_names_in_float32(tmp_path, capsys):
+    policy = "compute=bf16,full=*/feed_forward/*|head"
+    assert main(flags(tmp_path / "run", "--explain", policy=policy)) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dot_general")]
+    for row in rows:
+        kept = "feed_forward" in row or " head " in row
+        assert (" full " if kept else " matmul ") in row
+    run(tmp_path / "run", policy=policy)
+    assert json.loads((tmp_path / "run/config.json").read_text())["policy"].endswith("|head")
+
+
 def test_tensorboard_reads_the_same_numbers(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
@@ -244,6 +263,10 @@ def test_case_stuck_at_the_floor():
         (["--model.n-layrs", "6"], ["--model.n-layrs"]),
         (["--policy", "compute=bf61"], ["bf61", "bf16"]),
         (["--policy", "compute=bf16,matmul=f8"], ["matmul", "not built yet"]),
+        (
+            ["--policy", "compute=bf16,full=*/hed*"],
+            ["'*/hed*' matches no", "params/embed/embedding"],
+        ),
         (["--config", "nope.toml"], ["nope.toml"]),
         (["--data.path", "nowhere/*.txt"], ["nowhere/*.txt"]),
         (["--data.seq-len", "1000000"], ["1000000", "seq-len"]),

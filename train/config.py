@@ -118,6 +118,8 @@ class Config(_Frozen):
     """Directory that the run writes; None: runs/NAME-TIME, NAME from the config file."""
     resume: bool = False
     """Go on from the newest whole checkpoint in workdir, or start where there is none."""
+    explain: bool = False
+    """Print what autocast decides for this config, op by op and why, and stop."""
     num_steps: Positive = 300
     """Optimizer steps, skipped ones included."""
     batch_size: Positive = 8

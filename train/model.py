@@ -129,9 +129,9 @@ class Transformer(nnx.Module):
 
     def _forward(self, tokens_BxT, cache, position, dropout_key) -> tuple[jax.Array, Any]:
         embed_key, layer_keys = _split_for_layers(dropout_key, self.config.n_layers)
-        x_BxTxE = self.dropout(
-            self.embed(tokens_BxT), deterministic=embed_key is None, rngs=embed_key
-        )
+        with jax.named_scope("embed"):
+            x_BxTxE = self.embed(tokens_BxT)
+            x_BxTxE = self.dropout(x_BxTxE, deterministic=embed_key is None, rngs=embed_key)
         rotation = _rotation(self.config, position, tokens_BxT.shape[1])
         block_def, layers = nnx.split(self.blocks)
 
@@ -139,10 +139,13 @@ class Transformer(nnx.Module):
             params, cache, key = layer
             return nnx.merge(block_def, params)(x_BxTxE, rotation, cache, position, key)
 
-        x_BxTxE, cache = jax.lax.scan(run_layer, x_BxTxE, (layers, cache, layer_keys))
-        x_BxTxE = self.norm(x_BxTxE)
-        head = self.embed.attend if self.head is None else self.head
-        return head(x_BxTxE), cache
+        with jax.named_scope("blocks"):
+            x_BxTxE, cache = jax.lax.scan(run_layer, x_BxTxE, (layers, cache, layer_keys))
+        with jax.named_scope("norm"):
+            x_BxTxE = self.norm(x_BxTxE)
+        with jax.named_scope("head"):
+            head = self.embed.attend if self.head is None else self.head
+            return head(x_BxTxE), cache
 
 
 class Block(nnx.Module):
@@ -156,10 +159,16 @@ class Block(nnx.Module):
     def __call__(self, x_BxTxE, rotation, cache, position, dropout_key):
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         off = dropout_key is None
-        y_BxTxE, cache = self.attention(self.attention_norm(x_BxTxE), rotation, cache, position)
-        x_BxTxE += self.dropout(y_BxTxE, deterministic=off, rngs=keys[0])
-        y_BxTxE = self.feed_forward(self.feed_forward_norm(x_BxTxE))
-        x_BxTxE += self.dropout(y_BxTxE, deterministic=off, rngs=keys[1])
+        with jax.named_scope("attention_norm"):
+            y_BxTxE = self.attention_norm(x_BxTxE)
+        with jax.named_scope("attention"):
+            y_BxTxE, cache = self.attention(y_BxTxE, rotation, cache, position)
+            x_BxTxE += self.dropout(y_BxTxE, deterministic=off, rngs=keys[0])
+        with jax.named_scope("feed_forward_norm"):
+            y_BxTxE = self.feed_forward_norm(x_BxTxE)
+        with jax.named_scope("feed_forward"):
+            y_BxTxE = self.feed_forward(y_BxTxE)
+            x_BxTxE += self.dropout(y_BxTxE, deterministic=off, rngs=keys[1])
         return x_BxTxE, cache
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -15,6 +15,7 @@ from train.data import Corpus, DataError, load, train_batches
 from train.generate import encode_prompt, generate
 from train.loop import BadRun, Outcome, prepare, structure, train
 from train.model import attention_implementation, count_params
+from train.step import make_loss_fn
 
 DESCRIPTION = """Train a Transformer in mixed precision, on real text, with no dtype in the model.
 Without arguments: the default config on the Python language reference, under two minutes on two
@@ -49,7 +50,6 @@ def _run(config: Config) -> int:
     # Written down as what it came to: "auto" may mean something else on another device.
     config = config.model_copy(update={"policy": str(policy), "workdir": str(_workdir(config))})
     workdir = Path(str(config.workdir))
-    _check_policy(policy)
     print(precision_line(policy))
     if not config.resume:
         _refuse_existing(workdir)
@@ -57,6 +57,11 @@ def _run(config: Config) -> int:
     train_batches(corpus, config.batch_size, config.seed)  # an impossible batch size fails here
     print(f"data: {corpus.description}")
     print(f"model: {_model_line(config, corpus, policy)}")
+    loss_fn, args = _loss(config, corpus, policy)
+    _check_policy(policy, loss_fn, args)
+    if config.explain:
+        print(jaxamp.explain(loss_fn, policy)(*args))
+        return 0
     start = prepare(config, corpus, policy, workdir)
     _write_config(config, workdir)
     print(f"run: {workdir}", flush=True)
@@ -71,13 +76,6 @@ def _run(config: Config) -> int:
     print(f"wrote {workdir}: config.json, metrics.jsonl, checkpoints, tensorboard, sample.txt")
     print(_last_line(outcome))
     return 0
-
-
-def _check_policy(policy: jaxamp.Policy) -> None:
-    try:
-        jaxamp.value_and_grad(abs, policy)
-    except ValueError as error:
-        raise ConfigError(f"--{error}") from None
 
 
 def precision_line(policy: jaxamp.Policy) -> str:
@@ -114,6 +112,29 @@ def _model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
         f"{count_params(state.params):,} parameters, n_layers {config.model.n_layers}, "
         f"vocabulary {corpus.vocab_size}; attention {kernel} ({reason})"
     )
+
+
+def _loss(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> tuple[Callable, tuple]:
+    """The loss of a microbatch, and the shapes of its arguments."""
+    graphdef, state = structure(config, corpus, policy)
+    rows = config.batch_size // config.grad_accum_steps
+    ids = jax.ShapeDtypeStruct((rows, config.data.seq_len), np.int32)
+    key = jax.eval_shape(jax.random.key, 0)
+    count = jax.ShapeDtypeStruct((), np.int32)
+    return make_loss_fn(config, graphdef), (
+        state.params,
+        {"tokens": ids, "labels": ids},
+        key,
+        count,
+    )
+
+
+def _check_policy(policy: jaxamp.Policy, loss_fn: Callable, args: tuple) -> None:
+    """A policy that cannot be met is found by tracing, before anything is written."""
+    try:
+        jax.eval_shape(jaxamp.autocast(loss_fn, policy), *args)
+    except ValueError as error:
+        raise ConfigError(f"--policy {policy}: {' '.join(str(error).split())}") from None
 
 
 def _workdir(config: Config) -> Path:
