@@ -34,6 +34,7 @@ def make_plan(
     policy: Policy,
     forced: bool = False,
     scope: str = "",
+    wanted_outs: tuple[bool, ...] = (),
 ) -> Plan:
     """The plan of a program (a jaxpr, open or closed) whose inputs have the given infos.
 
@@ -43,25 +44,30 @@ def make_plan(
         policy: Its compute dtype, `rules` and `full`.
         forced: Everything inside stays in float32.
         scope: The name scopes around the program.
+        wanted_outs: Per output, whether only float32 islands read it; empty: none is known to be.
     """
     remembered = _PLANS.setdefault(program, {})
-    key = (tuple(ins), policy, forced, scope if policy.full else "")
+    wanted_outs = wanted_outs if any(wanted_outs) else ()
+    key = (tuple(ins), policy, forced, scope if policy.full else "", wanted_outs)
     if key not in remembered:
-        remembered[key] = _plan(program, tuple(ins), policy, forced, scope)
+        remembered[key] = _plan(program, tuple(ins), policy, forced, scope, wanted_outs)
     return remembered[key]
 
 
-def _plan(program, ins, policy, forced, scope) -> Plan:
+def _plan(program, ins, policy, forced, scope, wanted_outs) -> Plan:
     jaxpr, consts = jaxprs.opened(program)
     planner = _Planner(policy, forced, scope)
-    steps, outs = planner.forward(jaxpr, consts, ins, frozenset())
+    steps, outs = planner.forward(jaxpr, consts, ins, {})
     # What is saved for the backward pass is to be 16-bit where residuals="compute".
-    wanted = _wanted(jaxpr, steps) if policy.residuals == "float32" else set()
-    upgraded = frozenset(
-        k for k, step in enumerate(steps) if step.kind == "matmul" and step.eqn.outvars[0] in wanted
-    )
-    if upgraded:
-        steps, outs = planner.forward(jaxpr, consts, ins, upgraded)
+    is_asked = policy.residuals == "float32"
+    wanted = planner.look_ahead(jaxpr, steps, wanted_outs) if is_asked else set()
+    marks = {
+        k: tuple(var in wanted for var in step.eqn.outvars)
+        for k, step in enumerate(steps)
+        if step.kind == "matmul" or _is_call(step)
+    }
+    if any(map(any, marks.values())):
+        steps, outs = planner.forward(jaxpr, consts, ins, marks)
     wanted_ins = frozenset(k for k, var in enumerate(jaxpr.invars) if var in wanted)
     return Plan(jaxpr, consts, ins, outs, steps, policy, forced, wanted_ins, planner.scopes)
 
@@ -73,14 +79,15 @@ class _Planner:
         self.policy, self.forced, self.scope = policy, forced, scope
         self.scopes = Scopes(policy.full)
 
-    def forward(self, jaxpr, consts, ins, upgraded):
+    def forward(self, jaxpr, consts, ins, marks):
+        """Steps and infos of the outputs; `marks[k]` are the wanted results of equation k."""
         infos: dict[Any, Info] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=False):
             infos[var] = Info(wide=_is_wide(value, self.policy.compute_dtype))
         read = functools.partial(self._read, infos)
         steps = []
         for k, eqn in enumerate(jaxpr.eqns):
-            step = self._step(eqn, tuple(map(read, eqn.invars)), k in upgraded)
+            step = self._step(eqn, tuple(map(read, eqn.invars)), marks.get(k, ()))
             infos.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         return steps, tuple(map(read, jaxpr.outvars))
@@ -90,20 +97,34 @@ class _Planner:
             return Info(const=True, wide=_is_wide(atom.val, self.policy.compute_dtype))
         return infos.get(atom) or Info()
 
-    def _step(self, eqn, ins, upgraded) -> Step:
+    def look_ahead(self, jaxpr, steps: Sequence[Step], wanted_outs) -> set[Any]:
+        """Values that only float32 islands read: a matmul that makes one may give it in float32."""
+        outs = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
+        good = {atom for atom, w in zip(jaxpr.outvars, wanted_outs, strict=False) if w} & outs
+        bad = outs - good
+        for step in reversed(steps):
+            wanted = tuple(var in good and var not in bad for var in step.eqn.outvars)
+            if _is_call(step) and any(wanted):
+                step = self._step(step.eqn, step.ins, wanted)
+            for k, atom in enumerate(step.eqn.invars):
+                if not jaxprs.is_literal(atom):
+                    (good if _reads_float32(step, k, wanted) else bad).add(atom)
+        return good - bad
+
+    def _step(self, eqn, ins, wanted) -> Step:
         scope = self.scopes.enter(self.scope, eqn)
         forced = self.forced or self.scopes.is_full(scope)
         kind = kind_of(eqn.primitive.name, self.policy.rules)
         if kind == "enter":
-            step = self._enter(eqn, ins, forced, scope)
+            step = self._enter(eqn, ins, forced, scope, wanted)
         else:
-            step = self._first_order(eqn, kind, ins, forced, upgraded)
+            step = self._first_order(eqn, kind, ins, forced, any(wanted))
         step.scope = scope
         return step
 
     # Programs inside.
 
-    def _enter(self, eqn, ins, forced, scope) -> Step:
+    def _enter(self, eqn, ins, forced, scope, wanted) -> Step:
         plan = functools.partial(make_plan, policy=self.policy, forced=forced, scope=scope)
         name = eqn.primitive.name
         if name == "scan":
@@ -113,7 +134,7 @@ class _Planner:
         elif name == "cond":
             step = carries.cond_step(eqn, ins, plan)
         else:
-            sub = plan(jaxprs.called(eqn), ins)
+            sub = plan(jaxprs.called(eqn), ins, wanted_outs=wanted)
             step = Step(eqn, "enter", "", ins, (None,) * len(ins), sub.outs, (sub,))
         for sub in step.subs:
             self.scopes.absorb(sub.scopes)
@@ -239,16 +260,10 @@ def _is_wide(value: Any, compute_dtype: np.dtype) -> bool:
 _LARGEST_CHECKED = 2**24  # elements: looking at a constant costs a copy to the host
 
 
-def _wanted(jaxpr, steps: Sequence[Step]) -> set[Any]:
-    """Values that only float32 islands read: a matmul that makes one may give it in float32."""
-    good: set[Any] = set()
-    bad: set[Any] = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
-    for step in reversed(steps):
-        wanted = [var in good and var not in bad for var in step.eqn.outvars]
-        for k, atom in enumerate(step.eqn.invars):
-            if not jaxprs.is_literal(atom):
-                (good if _reads_float32(step, k, wanted) else bad).add(atom)
-    return good - bad
+def _is_call(step: Step) -> bool:
+    """A program inside that is run once, as it is: no loop, no branch, no rule of its user's."""
+    name = step.eqn.primitive.name
+    return step.kind == "enter" and (name in ("jit", "pjit", *jaxprs.INLINED, *jaxprs.REMATS))
 
 
 def _reads_float32(step: Step, k: int, wanted: Sequence[bool]) -> bool:
