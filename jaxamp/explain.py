@@ -223,7 +223,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _size(num_bytes: float) -> str:
-    """>>> _size(100), _size(3 * 2**20)
+    """A size for people.
+
+    >>> _size(100), _size(3 * 2**20)
     ('100 B', '3.0 MiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
