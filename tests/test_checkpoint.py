@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxamp
-from train.checkpoint import CheckpointError, Checkpointer, checksum, load_params
+from train.checkpoint import Checkpointer, CheckpointError, checksum, load_params
 from train.config import Config, ModelConfig
 from train.step import init_state
 

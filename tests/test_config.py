@@ -81,7 +81,10 @@ def test_help_is_printed(capsys):
         (["--model.n-kv-heads", "3"], ["n_heads 4", "n_kv_heads 3"]),
         (["--model.norm", "batchnorm"], ["--model.norm", "rmsnorm", "layernorm"]),
         (["--policy", "compute=bf61"], ["compute=bf61", "did you mean 'bf16'"]),
-        (["--batch-size", "10", "--grad-accum-steps", "3"], ["batch_size 10", "grad_accum_steps 3"]),
+        (
+            ["--batch-size", "10", "--grad-accum-steps", "3"],
+            ["batch_size 10", "grad_accum_steps 3"],
+        ),
         (["--resume"], ["resume", "workdir"]),
         (["--config"], ["--config"]),
         (["--config", "configs/tiyn.toml"], ["configs/tiyn.toml", "No such file"]),

@@ -161,7 +161,6 @@ def test_the_command_prints_the_prompt_and_what_follows(a_run, capsys, flags, ho
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--prompt", ""], "--prompt is empty"),
         (["--num-tokens", "0"], "num_tokens must be at least 1"),
         (["--temperature", "-1"], "temperature must be"),
         (["--top-k", "0"], "top_k must be at least 1"),

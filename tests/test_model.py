@@ -386,7 +386,7 @@ def test_initial_kernels_are_scaled_by_fan_in_and_residual_outputs_by_depth():
         (attention["query"], 128, 1),
         (feed_forward["up"], 128, 1),
         (attention["out"], 128, 2 * 4),
-        (feed_forward["down"], 512, 2 * 4),
+        (feed_forward["down"], 384, 2 * 4),
     ):
         assert float(layer["kernel"].std()) == pytest.approx((fan_in * terms) ** -0.5, rel=0.015)
 

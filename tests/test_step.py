@@ -64,7 +64,7 @@ def test_cross_entropy_against_numpy_in_float64(seed):
             log_z = np.log(np.exp(row).sum())
             nll, z2, count = nll + log_z - row[label], z2 + log_z**2, count + 1
     got = cross_entropy(jnp.asarray(logits, jnp.float32), jnp.asarray(labels))
-    # 15 sums of float32 numbers of about 10: 15 * 2^-24 relative, and as much again for log and exp.
+    # 15 sums of float32 numbers: 15 * 2^-24 relative, and as much again for log and exp.
     np.testing.assert_allclose(got, (nll, z2, count), rtol=30 * 2.0**-24)
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,11 +54,11 @@ class Checkpointer:
     """Writes and reads the checkpoints under `workdir/checkpoints`."""
 
     def __init__(self, workdir: Path, keep: int):
-        # What goes wrong is said once, by the exceptions here, and not by every thread of orbax.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _hush_orbax()
         self._directory = (workdir / "checkpoints").resolve()
-        kept = AnyPreservationPolicy([LatestN(keep), BestN(get_metric_fn=_eval_loss, reverse=True, n=1)])
+        kept = AnyPreservationPolicy(
+            [LatestN(keep), BestN(get_metric_fn=_eval_loss, reverse=True, n=1)]
+        )
         options = ocp.CheckpointManagerOptions(preservation_policy=kept)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
@@ -88,12 +89,17 @@ class Checkpointer:
         # An unknown or non-finite loss is never the best.
         known = eval_loss is not None and math.isfinite(eval_loss)
         metrics = {"eval_loss": eval_loss if known else sys.float_info.max}
-        with self._one_line(f"writing the checkpoint of step {step}"):
+        with self._one_line():
             self._manager.save(step, args=items, metrics=metrics)
+
+    def check(self) -> None:
+        """Raises what went wrong in the background since the last save."""
+        with self._one_line():
+            self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Until the last save is on the disk."""
-        with self._one_line("writing a checkpoint"):
+        with self._one_line():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -163,14 +169,17 @@ class Checkpointer:
             self._manager.reload()
 
     @contextmanager
-    def _one_line(self, doing: str) -> Iterator[None]:
+    def _one_line(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
+            full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
+            newest = self._newest_on_disk()
             raise CheckpointError(
-                f"{doing} to {self._directory}: {_first_line(error)}; "
-                f"the newest whole one is of step {self._newest_on_disk()}: "
-                "make room or fix the directory, then go on with --resume"
+                f"cannot write a checkpoint to {self._directory}: "
+                f"{'the disk is full' if full else _first_line(error)}; the newest whole one is "
+                f"{'none' if newest is None else f'of step {newest}'}; "
+                "make room or mend the directory, then go on with --resume"
             ) from error
 
     def _newest_on_disk(self) -> int | None:
@@ -197,6 +206,21 @@ def _as_damage() -> Iterator[None]:
         sys.unraisablehook = hook
     if message is not None:
         raise Damaged(message)
+
+
+def _hush_orbax() -> None:
+    """What goes wrong is said once, by our exceptions, and not by every thread of orbax as well."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    if sys.unraisablehook is not _without_closed_loops:
+        sys.unraisablehook = _without_closed_loops
+
+
+def _without_closed_loops(unraisable: Any) -> None:
+    # Reads and writes that fail answer to an event loop that their failure has closed.
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _first_line(error: BaseException) -> str:
@@ -282,5 +306,3 @@ def load_params(workdir: Path) -> tuple[Config, int, Any, int]:
         return checkpointer.load_params()
     finally:
         checkpointer.close()
-
-

@@ -8,12 +8,14 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import jaxamp
+
+T = TypeVar("T")
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -39,7 +41,8 @@ class ModelConfig(_Frozen):
     n_kv_heads: Positive | None = None
     """Key-value heads (grouped-query attention); None: as many as n_heads."""
     d_ff: Positive | None = None
-    """Hidden size of the feed-forward layer; None: 4 x d_model."""
+    """Hidden size of the feed-forward layer; None: 4 x d_model for gelu, and for swiglu, which has
+    a third matrix, 8/3 x d_model rounded up to a multiple of 64."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     activation: Literal["gelu", "swiglu"] = "swiglu"
     tie_embeddings: bool = True
@@ -47,6 +50,12 @@ class ModelConfig(_Frozen):
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention kernel; auto: cuDNN's flash kernel on a GPU that has it, else XLA's."""
+
+    @property
+    def feed_forward_size(self) -> int:
+        if self.d_ff is not None:
+            return self.d_ff
+        return 4 * self.d_model if self.activation == "gelu" else -(-8 * self.d_model // 192) * 64
 
     @model_validator(mode="after")
     def _heads_divide(self):
@@ -111,10 +120,10 @@ class Config(_Frozen):
     """Go on from the newest whole checkpoint in workdir, or start where there is none."""
     num_steps: Positive = 300
     """Optimizer steps, skipped ones included."""
-    batch_size: Positive = 16
+    batch_size: Positive = 8
     """Sequences a step, over all devices and processes."""
     grad_accum_steps: Positive = 1
-    """Microbatches that a batch is cut into, to save memory; the gradients are those of the batch."""
+    """Microbatches that a batch is cut into, to save memory; the gradients stay the same."""
     seed: Natural = 0
     """Of the initial parameters, the order of the data and the dropout."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
@@ -167,10 +176,21 @@ def parse(args: Sequence[str] | None, prog: str, description: str) -> Config:
         default = _start(finder.parse_known_args(args)[0])
     except argparse.ArgumentError:
         default = Config()  # a flag without its value: tyro says so
+    return parse_flags(Config, args, prog, description, default)
+
+
+def parse_flags(kind: type[T], args: Sequence[str] | None, prog: str, about: str, *start: T) -> T:
+    """A `kind` from command-line flags; what `start` holds is the default of each.
+
+    Raises:
+        ConfigError: a flag that is unknown or has a value that cannot be; one line.
+        SystemExit: `--help` was asked for, and printed.
+    """
     printed = io.StringIO()
+    default = {"default": start[0]} if start else {}
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(Config, args=args, prog=prog, description=description, default=default)
+            return tyro.cli(kind, args=args, prog=prog, description=about, **default)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -1,9 +1,7 @@
 """Text from a trained model: `python -m train.generate RUN --prompt "..."`."""
 
-import contextlib
 import dataclasses
 import functools
-import io
 import math
 import sys
 from collections.abc import Sequence
@@ -21,8 +19,10 @@ from jax.typing import ArrayLike
 import jaxamp
 from train import model
 from train.checkpoint import load_params
-from train.config import ModelConfig
-from train.data import load_tokenizer
+from train.config import ModelConfig, parse_flags
+from train.tokenizer import Tokenizer, load_tokenizer
+
+ABOUT = "Go on from a prompt with the model of a run of train.run."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
     run: Annotated[Path, tyro.conf.Positional]
     """Directory of a run of train.run; its newest whole checkpoint is used."""
     prompt: str = "The "
-    """Text to go on from."""
+    """Text to go on from; empty: from the start of a document."""
     num_tokens: int = 200
     """Tokens to add."""
     temperature: float = 1.0
@@ -44,38 +44,27 @@ class Options:
 def main(args: Sequence[str] | None = None) -> int:
     """Prints the prompt and what follows; the exit code is 2 for bad input."""
     try:
-        print(_text(_parse(args)))
+        print(_text(parse_flags(Options, args, "python -m train.generate", ABOUT)))
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parse(args: Sequence[str] | None) -> Options:
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            return tyro.cli(
-                Options, args=args, prog="python -m train.generate", description=__doc__
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):  # --help
-            raise
-        words = (line.strip("│╭╮╰╯─ ") for line in printed.getvalue().splitlines())
-        raise ValueError("; ".join(filter(None, words))) from None
-
-
 def _text(options: Options) -> str:
     _check(options.num_tokens, options.temperature, options.top_k)
-    if not options.prompt:
-        raise ValueError("--prompt is empty; give at least one character")
     config, vocab_size, params, _ = load_params(options.run)
     # Only the structure: the parameters are those of the checkpoint.
     graphdef, _ = jax.eval_shape(
         functools.partial(model.create, config.model, vocab_size), jax.random.key(0)
     )
+    if config.data.tokenizer is None and str(config.data.path).endswith((".bin", ".npy")):
+        raise ValueError(
+            f"{options.run}: it was trained on token ids without --data.tokenizer, so there is "
+            "no text to make of them"
+        )
     tokenizer = load_tokenizer(config.data.tokenizer)
-    prompt_ids = np.asarray(tokenizer.encode(options.prompt))
+    prompt_ids = encode_prompt(tokenizer, options.prompt)
     ids = generate(
         graphdef,
         params,
@@ -89,6 +78,11 @@ def _text(options: Options) -> str:
     )
     # Decoded in one piece: a character's bytes may straddle the end of the prompt.
     return tokenizer.decode(np.concatenate([prompt_ids, ids]))
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
+    """int32[T] of a prompt; the end of the document before where it is empty."""
+    return np.asarray(tokenizer.encode(prompt) if prompt else [tokenizer.end_of_document], np.int32)
 
 
 def generate(

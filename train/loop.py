@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -94,6 +94,7 @@ class Progress:
     num_steps: int
     first_step: int
     bar: tqdm = field(init=False)
+    speed: float = math.nan
 
     def __post_init__(self):
         self.bar = tqdm(
@@ -101,9 +102,10 @@ class Progress:
         )
 
     def show(self, step: int, values: dict[str, float]) -> None:
+        self.speed = values.get("perf/tokens_per_second", self.speed)
         shown = {
             "loss": f"{values['train/loss']:.3f}",
-            "tok/s": f"{values.get('perf/tokens_per_second', math.nan):,.0f}",
+            "tok/s": f"{self.speed:,.0f}",
             "scale": f"{values['amp/loss_scale']:g}",
             "skipped": f"{values['amp/skipped_steps']:g}",
         }
@@ -122,15 +124,47 @@ class Progress:
         self.bar.close()
 
 
-def train(config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path) -> Outcome:
+class Start(NamedTuple):
+    """Where a run starts or goes on: structure, state, the iterator over the data."""
+
+    graphdef: nnx.GraphDef
+    state: TrainState
+    batches: Any
+    checkpointer: Checkpointer
+
+
+def prepare(config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path) -> Start:
+    """A fresh start, or with `resume` the newest whole checkpoint; says which.
+
+    Raises:
+        CheckpointError: the checkpoint is of another run, or all of them are damaged.
+    """
+    checkpointer = Checkpointer(workdir, config.keep_checkpoints)
+    batches = train_batches(corpus, config.batch_size, config.seed)
+    graphdef, _ = structure(config, corpus, policy)
+    restored = None
+    if config.resume:
+        restored = checkpointer.restore(config, corpus.vocab_size, corpus.fingerprint)
+        for note in restored.notes if restored else ["no checkpoint there, starting at step 0"]:
+            print(f"resume: {note}")
+    if restored is None:
+        init = jax.jit(lambda: init_state(config, corpus.vocab_size, policy)[1])
+        return Start(graphdef, init(), batches, checkpointer)
+    batches.set_state(restored.data_state)
+    print(f"resume: going on from step {int(restored.state.step)}")
+    return Start(graphdef, restored.state, batches, checkpointer)
+
+
+def train(
+    config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path, start: Start
+) -> Outcome:
     """Trains until `num_steps` or a signal; saves on the way and at the end.
 
     Raises:
         BadRun: `max_bad_steps` non-finite steps in a row at the lowest loss scale.
-        CheckpointError: a checkpoint cannot be written, or the one to resume from cannot be used.
+        CheckpointError: a checkpoint cannot be written.
     """
-    checkpointer = Checkpointer(workdir, config.keep_checkpoints)
-    graphdef, state, batches = _start(config, corpus, policy, checkpointer)
+    graphdef, state, batches, checkpointer = start
     train_step = make_train_step(config, graphdef, policy)
     eval_step = make_eval_step(graphdef, policy)
     first_step = int(state.step)
@@ -163,9 +197,7 @@ def train(config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path) 
 
     def save(eval_loss: float | None) -> None:
         position = batches.get_state()
-        checkpointer.save(
-            state, config, corpus.vocab_size, position, corpus.fingerprint, eval_loss
-        )
+        checkpointer.save(state, config, corpus.vocab_size, position, corpus.fingerprint, eval_loss)
         meter.pause()
 
     try:
@@ -175,6 +207,7 @@ def train(config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path) 
                 state, metrics = train_step(state, batch)
                 if pending is not None:
                     values = finish(pending, evaluate=False)
+                checkpointer.check()
                 pending = (step, metrics, batch)
                 last = step == config.num_steps or bool(received)
                 evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
@@ -209,26 +242,7 @@ def evaluation(eval_step: Any, params: Any, corpus: Corpus, config: Config) -> f
     return nll / count
 
 
-def _start(config: Config, corpus: Corpus, policy: jaxamp.Policy, checkpointer: Checkpointer):
-    """Structure, state and data iterator: fresh, or those of the newest whole checkpoint."""
-    batches = train_batches(corpus, config.batch_size, config.seed)
-    init = jax.jit(lambda: init_state(config, corpus.vocab_size, policy)[1])
-    graphdef, _ = init_state_structure(config, corpus, policy)
-    restored = None
-    if config.resume:
-        restored = checkpointer.restore(config, corpus.vocab_size, corpus.fingerprint)
-    if restored is None:
-        if config.resume:
-            print("resume: no checkpoint there, starting at step 0")
-        return graphdef, init(), batches
-    batches.set_state(restored.data_state)
-    for note in restored.notes:
-        print(f"resume: {note}")
-    print(f"resume: going on from step {int(restored.state.step)}")
-    return graphdef, restored.state, batches
-
-
-def init_state_structure(config: Config, corpus: Corpus, policy: jaxamp.Policy):
+def structure(config: Config, corpus: Corpus, policy: jaxamp.Policy):
     """The module structure, and the shapes of the state."""
     return nnx.eval_shape(lambda: init_state(config, corpus.vocab_size, policy))
 

@@ -1,18 +1,22 @@
 """What a run measures, written as `metrics.jsonl` and as TensorBoard event files."""
 
 import json
-import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 
 class MetricsWriter:
     """Appends one JSON object a step, and the same numbers for TensorBoard.
 
-    A number that is not finite is written as Python's `json` does, `NaN` or `Infinity`.
+    A number that is not finite is written as Python's `json` does, `NaN` or `Infinity`. Both files
+    are written by the caller's thread: tensorboardX's own `SummaryWriter` writes from another, and
+    when that one dies of a full disk, the run hangs.
     """
 
     def __init__(self, workdir: Path, first_step: int):
@@ -20,14 +24,16 @@ class MetricsWriter:
         path = workdir / "metrics.jsonl"
         _keep_before(path, first_step)
         self._lines = path.open("a", buffering=1)
-        # It logs a warning for every NaN, which is a number that we mean to show.
-        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step)
+        (workdir / "tensorboard").mkdir(exist_ok=True)
+        self._events = EventsWriter(str(workdir / "tensorboard" / "events"))
+        start = SessionLog(status=SessionLog.START)
+        self._events.write_event(Event(step=first_step, session_log=start))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+        summary = Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in values.items()])
+        self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._events.flush()
 
     def close(self) -> None:
         self._lines.close()

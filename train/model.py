@@ -190,7 +190,7 @@ class Attention(nnx.Module):
 
 class FeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        d_ff = config.d_ff or 4 * config.d_model
+        d_ff = config.feed_forward_size
         self.up = _linear(config.d_model, d_ff, rngs)
         self.gate = _linear(config.d_model, d_ff, rngs) if config.activation == "swiglu" else None
         self.down = _linear(d_ff, config.d_model, rngs, _residual(config))

@@ -1,4 +1,4 @@
-"""Trains a Transformer in mixed precision: `python -m train.run --policy params=f32,compute=bf16`."""
+"""Trains a Transformer: `python -m train.run --policy params=f32,compute=bf16`."""
 
 import sys
 import time
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 import jaxamp
 from train.checkpoint import CheckpointError
 from train.config import Config, ConfigError, parse
 from train.data import Corpus, DataError, load, train_batches
-from train.generate import generate
-from train.loop import BadRun, Outcome, init_state_structure, train
+from train.generate import encode_prompt, generate
+from train.loop import BadRun, Outcome, prepare, structure, train
 from train.model import attention_implementation, count_params
 
 DESCRIPTION = """Train a Transformer in mixed precision, on real text, with no dtype in the model.
@@ -28,8 +29,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs; the exit code is 0, 1 where training went bad, 2 for bad input."""
     try:
         return _run(parse(args, prog="python -m train.run", description=DESCRIPTION))
-    except (ConfigError, DataError, CheckpointError, RunExists, OSError) as error:
+    except (ConfigError, DataError, CheckpointError, RunExists) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = error.filename or "the run directory"
+        print(f"error: {where}: {error.strerror}; go on with --resume", file=sys.stderr)
         return 2
     except BadRun as error:
         print(f"error: {error}", file=sys.stderr)
@@ -41,6 +46,7 @@ def _run(config: Config) -> int:
     # Written down as what it came to: "auto" may mean something else on another device.
     config = config.model_copy(update={"policy": str(policy), "workdir": str(_workdir(config))})
     workdir = Path(str(config.workdir))
+    _check_policy(policy)
     print(precision_line(policy))
     if not config.resume:
         _refuse_existing(workdir)
@@ -48,9 +54,10 @@ def _run(config: Config) -> int:
     train_batches(corpus, config.batch_size, config.seed)  # an impossible batch size fails here
     print(f"data: {corpus.description}")
     print(f"model: {_model_line(config, corpus, policy)}")
+    start = prepare(config, corpus, policy, workdir)
     _write_config(config, workdir)
     print(f"run: {workdir}", flush=True)
-    outcome = train(config, corpus, policy, workdir)
+    outcome = train(config, corpus, policy, workdir, start)
     if outcome.stopped_by:
         print(
             f"stopped by {outcome.stopped_by} at step {outcome.step}, which is saved; go on with: "
@@ -61,6 +68,13 @@ def _run(config: Config) -> int:
     print(f"wrote {workdir}: config.json, metrics.jsonl, checkpoints, tensorboard, sample.txt")
     print(_last_line(outcome))
     return 0
+
+
+def _check_policy(policy: jaxamp.Policy) -> None:
+    try:
+        jaxamp.value_and_grad(abs, policy)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
 
 
 def precision_line(policy: jaxamp.Policy) -> str:
@@ -92,9 +106,9 @@ def _model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
         kernel, reason = attention_implementation(config.model, policy.compute_dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _, state = init_state_structure(config, corpus, policy)
+    _, state = structure(config, corpus, policy)
     return (
-        f"{count_params(state.params):,} parameters in {config.model.n_layers} layers, "
+        f"{count_params(state.params):,} parameters, n_layers {config.model.n_layers}, "
         f"vocabulary {corpus.vocab_size}; attention {kernel} ({reason})"
     )
 
@@ -125,17 +139,18 @@ def _sample(
 ) -> None:
     if not config.sample_tokens or corpus.tokenizer is None:
         return
+    prompt_ids = encode_prompt(corpus.tokenizer, config.sample_prompt)
     ids = generate(
         outcome.graphdef,
         outcome.state.params,
         config.model,
-        corpus.tokenizer.encode(config.sample_prompt),
+        prompt_ids,
         config.sample_tokens,
         jax.random.key(config.seed),
         temperature=0.8,
         policy=policy,
     )
-    text = config.sample_prompt + corpus.tokenizer.decode(ids)
+    text = corpus.tokenizer.decode(np.concatenate([prompt_ids, ids]))
     (workdir / "sample.txt").write_text(text + "\n")
     print(f"sample:\n{text}")
 

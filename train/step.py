@@ -1,7 +1,7 @@
 """One training step, in the order of the mathematics, and the evaluation step beside it.
 
-    cast -> forward -> scale -> backward -> unscale (float32)
-         -> finite? -> clip -> update | skip -> adjust the scale
+cast -> forward -> scale -> backward -> unscale (float32)
+     -> finite? -> clip -> update | skip -> adjust the scale
 """
 
 import functools
@@ -60,7 +60,7 @@ def make_optimizer(
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Learning rate by number of updates: a linear warm-up, then constant or half a cosine."""
-    peak, warmup = config.learning_rate, min(config.warmup_steps, num_steps)
+    peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:
