@@ -185,7 +185,7 @@ def test_a_missing_compiler_is_one_line(tmp_path, capsys, monkeypatch):
     assert code == 0
     tpu, gpu = written["skipped"]
     assert tpu.startswith("tpu: ") and "pip install 'jax[tpu]==" in tpu and "\n" not in tpu
-    assert gpu.startswith("gpu: ") and "--gpu-target" in gpu
+    assert gpu.startswith("gpu: ") and "pip install jax-cuda13-plugin==" in gpu
     assert f"skipped {tpu}" in capsys.readouterr().out
 
 
@@ -196,7 +196,6 @@ def test_a_missing_compiler_is_one_line(tmp_path, capsys, monkeypatch):
         (("--measures", "speed"), "speed"),
         (("--json", "no/such/place.json"), "no such directory"),
         (("--config", "no-such.toml"), "no-such.toml"),
-        (("--measures", "gpu", "--gpu-target", "no-such.txt"), "no-such.txt"),
         (("--chip.n-heads", "3"), "--chip.d-model 1024 must be an even multiple"),
         (("--chip.n-layers", "0"), "--chip.n-layers must be at least 1"),
     ],

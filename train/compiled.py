@@ -22,6 +22,36 @@ _TPU_ENVIRONMENT = {
 }
 
 
+# XLA's GpuTargetConfigProto, from the data sheet of the H100 SXM and the CUDA programming guide's
+# table for compute capability 9.0.
+_H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: 85899345920
+  memory_bandwidth: 3350000000000
+  l2_cache_size: 52428800
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
+
+
 class NoCompiler(RuntimeError):
     """The compiler of a chip is not installed; one line that says how to install it."""
 
@@ -62,15 +92,15 @@ def tpu_device() -> Any:
         ) from None
 
 
-def gpu_device(target_config: str) -> Any:
-    """An NVIDIA GPU to compile for, described by the text of a GpuTargetConfigProto.
+def h100_device() -> Any:
+    """An NVIDIA H100 to compile for, without having one.
 
     Raises:
-        NoCompiler: the CUDA plugin or nvcc is not installed.
+        NoCompiler: the CUDA plugin or nvcc is not installed, or does not start.
     """
     try:
         return topologies.get_topology_desc(
-            platform="cuda", target_config=target_config, topology="1x1x1"
+            platform="cuda", target_config=_H100, topology="1x1x1"
         ).devices[0]
     except Exception as error:  # as above
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

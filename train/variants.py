@@ -5,6 +5,9 @@
     autocast   `train.model` under `jaxamp.autocast`
     by hand    written out below the way a careful engineer does it: Flax's `dtype=` on every layer
     floor      written out below, nothing rounded but the operands of the matmuls
+    jmp, plain layers
+               written out below with no float32 inside but the loss, on parameters that `jmp` has
+               cast; the layers that `train.model` is made of go to float32 by themselves
 
 All take the same float32 parameters and compute the same function. Shapes are in names as in
 `train.model`; G queries share a key-value head.
@@ -67,11 +70,12 @@ def make_variants(
             else model.apply(graphdef, params, tokens)
         )
 
-    def apply_cast(params, tokens):
-        return apply(jmp.Policy(jnp.float32, dtype, jnp.float32).cast_to_compute(params), tokens)
+    def on_cast_tree(apply):
+        cast = jmp.Policy(jnp.float32, dtype, jnp.float32).cast_to_compute
+        return lambda params, tokens: apply(cast(params), tokens)
 
-    def written_out(precision):
-        return lambda params, tokens: forward(config.model, params, tokens, precision, unroll)
+    def written_out(how):
+        return lambda params, tokens: forward(config.model, params, tokens, how, unroll)
 
     def variant(name, apply, policy="float32"):
         return Variant(name, _loss_fn(apply, config.z_loss), policy)
@@ -79,7 +83,8 @@ def make_variants(
     variants = [
         variant("float32", apply),
         variant("by hand", written_out(by_hand(dtype))),
-        variant("jmp", apply_cast),
+        variant("jmp", on_cast_tree(apply)),
+        variant("jmp, plain layers", on_cast_tree(written_out(plain(dtype)))),
         variant("autocast", apply, str(policy)),
         variant("autocast, residuals=compute", apply, str(policy.replace(residuals="compute"))),
         variant("floor", written_out(floor(dtype))),
@@ -116,17 +121,26 @@ class Precision(NamedTuple):
 
     Attributes:
         narrow: To the dtype of activations and of the residual stream.
+        widen: To the dtype of norms, rotations and the softmax.
         dot: An einsum of two operands.
     """
 
     narrow: Callable[[jax.Array], jax.Array]
+    widen: Callable[[jax.Array], jax.Array]
     dot: Callable[[str, jax.Array, jax.Array], jax.Array]
 
 
 def by_hand(dtype: Any) -> Precision:
     """Weights cast where they are used, activations kept in `dtype`: what Flax's `dtype=` does."""
-    narrow = lambda x: x.astype(dtype)  # noqa: E731
-    return Precision(narrow, lambda terms, x, y: jnp.einsum(terms, narrow(x), narrow(y)))
+    narrow = _to(dtype)
+    return Precision(
+        narrow, _to(jnp.float32), lambda terms, x, y: jnp.einsum(terms, narrow(x), narrow(y))
+    )
+
+
+def plain(dtype: Any) -> Precision:
+    """All in `dtype`; parameters are expected in it."""
+    return Precision(_to(dtype), lambda x: x, jnp.einsum)
 
 
 def floor(dtype: Any) -> Precision:
@@ -134,7 +148,12 @@ def floor(dtype: Any) -> Precision:
 
     No policy that multiplies in `dtype` can be more exact.
     """
-    return Precision(lambda x: x, lambda terms, x, y: _rounded_dot(terms, dtype, x, y))
+    same = lambda x: x  # noqa: E731
+    return Precision(same, same, lambda terms, x, y: _rounded_dot(terms, dtype, x, y))
+
+
+def _to(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: x.astype(dtype)
 
 
 def _rounded_dot(terms: str, dtype: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -178,7 +197,7 @@ def forward(
 
 def _norm(config: ModelConfig, params: Any, x_BxTxE: jax.Array, how: Precision) -> jax.Array:
     """Float32 inside: statistics, scale and bias."""
-    x_BxTxE = x_BxTxE.astype(jnp.float32)
+    x_BxTxE = how.widen(x_BxTxE)
     if config.norm == "layernorm":
         x_BxTxE -= jnp.mean(x_BxTxE, axis=-1, keepdims=True)
     x_BxTxE *= jax.lax.rsqrt(jnp.mean(jnp.square(x_BxTxE), axis=-1, keepdims=True) + 1e-6)
@@ -196,11 +215,11 @@ def _attention(config: ModelConfig, params: Any, x_BxTxE, rotation, how: Precisi
         return x.reshape(*x.shape[:2], -1, head_dim)
 
     query, key = (
-        how.narrow(model._rotate(project(name).astype(jnp.float32), rotation))
-        for name in ("query", "key")
+        how.narrow(model._rotate(how.widen(project(name)), rotation)) for name in ("query", "key")
     )
     query_BxTxKxGxD = query.reshape(*query.shape[:2], heads, -1, head_dim)
-    logits = how.dot("btkgd,bskd->bkgts", query_BxTxKxGxD, key).astype(jnp.float32)
+    logits = how.dot("btkgd,bskd->bkgts", query_BxTxKxGxD, key)
+    logits = how.widen(logits)
     past_TxT = jnp.tri(x_BxTxE.shape[1], dtype=bool)
     logits = jnp.where(past_TxT[None, None, None], logits * head_dim**-0.5, -jnp.inf)
     weights = how.narrow(jax.nn.softmax(logits, axis=-1))
