@@ -11,7 +11,7 @@ from train import benchmark, compiled
 from train.config import Config, ModelConfig
 from train.model import apply, create
 from train.report import Figure, Report, Target, ratio, render, to_json
-from train.variants import by_hand, floor, forward, make_variants
+from train.variants import Layers, by_hand, floor, forward, make_variants
 
 VOCAB = 31
 MODELS = {
@@ -63,18 +63,14 @@ def test_written_out_model_is_the_model_in_float32(model, precision):
     assert relative_distance(*grads) < 5e-6  # twice as deep
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_layers_one_after_another_are_the_layers_of_the_scan(model):
-    config, graphdef, params, batch = of_model(model)
-    grads = [
-        jax.jit(make_variants(config, graphdef, "bf16", unroll)[name].value_and_grad())(
-            params, batch
-        )
-        for unroll in (False, True)
-        for name in ("float32", "floor")
-    ]
-    assert relative_distance(grads[2], grads[0]) < 5e-6
-    assert relative_distance(grads[1], grads[0]) < 0.05
+@pytest.mark.parametrize("name", ["float32", "floor"])
+@pytest.mark.parametrize("layers", [Layers(unroll=True), Layers(remat=True)])
+def test_layers_are_those_of_the_scan(name, layers):
+    config, graphdef, params, batch = of_model("layernorm")
+    both = [make_variants(config, graphdef, "bf16", given)[name] for given in (Layers(), layers)]
+    grads = [jax.jit(variant.value_and_grad())(params, batch) for variant in both]
+    # Float32 rounds in another order; what the floor rounds to bfloat16 may fall the other way.
+    assert relative_distance(*grads) < (5e-6 if name == "float32" else 2**-9)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f16"])

@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import tyro
@@ -21,7 +21,7 @@ from train import compiled, measures
 from train.config import Config, load_toml, parse_flags
 from train.data import Corpus, load
 from train.report import Figure, Report, Target, ratio, render, to_json
-from train.variants import Variant, make_variants
+from train.variants import Layers, Variant, make_variants
 
 ABOUT = """Measure autocast against float32, 16 bits by hand, jmp's cast of the whole tree, and the
 floor (nothing rounded but the operands of matmuls): gradient errors and times on this CPU; memory,
@@ -157,10 +157,10 @@ def _compilations(report: Report, options: Options, config: Config, corpus: Corp
 
 def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
     device = compiled.tpu_device()
-    variants, shapes = _for_chip(options.chip, config)
-    plain = _compile_all(variants, device, shapes)
-    lean = variants.pop(LEAN).name
-    remat = _compile_all(variants, device, shapes, remat=True)
+    plain = _compile_all(*_for_chip(options.chip, config), device)
+    variants, shapes = _for_chip(options.chip, config, remat=True)
+    pair = {name: variants[name] for name in ("by hand", "autocast")}
+    remat = _compile_all(pair, shapes, device)
     _add_figures(report, "TPU v5e", plain)
     _add_figures(report, "TPU v5e, dots_saveable", remat)
     temp = {name: figures.temp_bytes for name, figures in plain.items()}
@@ -169,9 +169,9 @@ def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> No
     report.targets += [
         Target("peak memory, of by hand", temp["autocast"] / temp["by hand"], 0.92),
         Target("peak memory, dots_saveable, of by hand", again, 0.65),
-        Target("peak memory, residuals=compute, of by hand", temp[lean] / temp["by hand"], 0.55),
+        Target("peak memory, residuals=compute, of by hand", temp[LEAN] / temp["by hand"], 0.55),
         Target(
-            "peak memory, residuals=compute, of jmp", temp[lean] / temp["jmp"], 1.0, strict=True
+            "peak memory, residuals=compute, of jmp", temp[LEAN] / temp["jmp"], 1.0, strict=True
         ),
         Target("bytes accessed, of by hand", moved, 0.92),
     ]
@@ -181,26 +181,31 @@ def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> No
 def _gpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
     device = compiled.h100_device()
     variants, shapes = _for_chip(options.chip, config)
-    figures = _compile_all({n: variants[n] for n in ("by hand", "autocast")}, device, shapes)
+    pair = {name: variants[name] for name in ("by hand", "autocast")}
+    figures = _compile_all(pair, shapes, device)
     _add_figures(report, "H100", figures)
     _add_matmul_targets(report, "H100", figures)
 
 
-def _for_chip(chip: Chip, config: Config) -> tuple[dict[str, Variant], compiled.Shapes]:
+def _for_chip(
+    chip: Chip, config: Config, remat: bool = False
+) -> tuple[dict[str, Variant], compiled.Shapes]:
     sizes = {name: getattr(chip, name) for name in ("n_layers", "d_model", "n_heads")}
     model = config.model.model_copy(update=sizes | {"n_kv_heads": None, "d_ff": None})
     config = config.model_copy(update={"model": model})
     graphdef, state = measures.structure(config, chip.vocab_size)
-    variants = make_variants(config, graphdef, "bf16", chip.unroll)
+    variants = make_variants(config, graphdef, "bf16", Layers(chip.unroll, remat))
     del variants["floor"]  # it is about errors, and multiplies in float32
     return variants, (state.params, compiled.batch_shapes(chip.batch_size, chip.seq_len))
 
 
-def _compile_all(variants, device, shapes, remat: bool = False) -> dict[str, compiled.Figures]:
+def _compile_all(
+    variants: dict[str, Variant], shapes: compiled.Shapes, device: Any
+) -> dict[str, compiled.Figures]:
     found = {}
     for name, variant in variants.items():
-        print(f"  compiling {name}{', remat' if remat else ''}", file=sys.stderr, flush=True)
-        found[name] = compiled.figures_of(variant, device, shapes, remat)
+        print(f"  compiling {name}", file=sys.stderr, flush=True)
+        found[name] = compiled.figures_of(variant, device, shapes)
     return found
 
 
@@ -229,11 +234,9 @@ def _add_matmul_targets(report: Report, chip: str, found: dict[str, compiled.Fig
 def _program(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
     point = measures.small_point(config, corpus)
     for remat in (False, True):
-        variants = measures.of_config(config, corpus, "bf16")
+        variants = measures.of_config(config, corpus, "bf16", Layers(remat=remat))
         counts = {
-            name: compiled.float32_dots(
-                jax.jit(variant.value_and_grad(remat)).lower(*point).as_text()
-            )
+            name: compiled.float32_dots(jax.jit(variant.value_and_grad()).lower(*point).as_text())
             for name, variant in variants.items()
         }
         name = "float32 matmuls, StableHLO" + (", dots_saveable" if remat else "")
@@ -244,7 +247,7 @@ def _program(report: Report, options: Options, config: Config, corpus: Corpus) -
 def _tracing(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
     model = config.model.model_copy(update={"n_layers": TRACED_LAYERS})
     config = config.model_copy(update={"model": model})
-    variants = measures.of_config(config, corpus, "bf16", unroll=True)
+    variants = measures.of_config(config, corpus, "bf16", Layers(unroll=True))
     chosen = [variants["float32"], variants["autocast"]]
     point = measures.small_point(config, corpus)
     seconds = measures.tracing_seconds(chosen, point, max(options.repeats // 4, 1))

@@ -116,9 +116,9 @@ def compile_for(device: Any, fun: Callable, shapes: Shapes) -> Any:
     return jax.jit(fun, in_shardings=sharding, out_shardings=sharding).lower(*shapes).compile()
 
 
-def figures_of(variant: Variant, device: Any, shapes: Shapes, remat: bool = False) -> Figures:
+def figures_of(variant: Variant, device: Any, shapes: Shapes) -> Figures:
     """The figures of a variant's loss and gradients on `device`."""
-    program = compile_for(device, variant.value_and_grad(remat), shapes)
+    program = compile_for(device, variant.value_and_grad(), shapes)
     try:
         cost = program.cost_analysis() or {}
     except jax.errors.JaxRuntimeError:  # the GPU compiler has none

@@ -14,7 +14,7 @@ import jaxamp
 from train.config import Config
 from train.data import Corpus, train_batches
 from train.step import init_state, make_train_step
-from train.variants import Variant, make_variants
+from train.variants import SCAN, Layers, Variant, make_variants
 
 FLOAT32 = jaxamp.get_policy("float32")
 # Each cast of a program happens: XLA would drop some between fused operations, for one variant more
@@ -141,7 +141,9 @@ def small_point(config: Config, corpus: Corpus) -> Point:
     return next(trained(config, corpus, range(1), 0))
 
 
-def of_config(config: Config, corpus: Corpus, compute: str, **changes: Any) -> dict[str, Variant]:
+def of_config(
+    config: Config, corpus: Corpus, compute: str, layers: Layers = SCAN
+) -> dict[str, Variant]:
     """`make_variants` for a config."""
     graphdef, _ = structure(config, corpus.vocab_size)
-    return make_variants(config, graphdef, compute, **changes)
+    return make_variants(config, graphdef, compute, layers)

@@ -42,15 +42,39 @@ class Variant(NamedTuple):
     loss_fn: LossFn
     policy: str
 
-    def value_and_grad(self, remat: bool = False) -> Callable:
+    def value_and_grad(self) -> Callable:
         """`(params, batch, *, loss_scale=None) -> (loss, float32 gradients)`."""
-        save_matmuls = jax.checkpoint_policies.dots_saveable
-        loss_fn = jax.checkpoint(self.loss_fn, policy=save_matmuls) if remat else self.loss_fn
-        return jaxamp.value_and_grad(loss_fn, self.policy)
+        return jaxamp.value_and_grad(self.loss_fn, self.policy)
+
+
+class Layers(NamedTuple):
+    """How the layers follow each other.
+
+    Attributes:
+        unroll: Each is traced by itself; else they are the rounds of a `jax.lax.scan`.
+        remat: The backward pass recomputes all but the results of matmuls (`dots_saveable`).
+    """
+
+    unroll: bool = False
+    remat: bool = False
+
+    def run(self, layer: Callable, x: jax.Array, params: Any) -> jax.Array:
+        """`x = layer(x, p)` for each `p` of params that are stacked along their first axis."""
+        if self.remat:
+            save = jax.checkpoint_policies.dots_saveable
+            layer = jax.checkpoint(layer, policy=save, prevent_cse=self.unroll)
+        if not self.unroll:
+            return jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)[0]
+        for k in range(jax.tree.leaves(params)[0].shape[0]):
+            x = layer(x, jax.tree.map(lambda leaf, k=k: leaf[k], params))
+        return x
+
+
+SCAN = Layers()
 
 
 def make_variants(
-    config: Config, graphdef: nnx.GraphDef, compute: str, unroll: bool = False
+    config: Config, graphdef: nnx.GraphDef, compute: str, layers: Layers = SCAN
 ) -> dict[str, Variant]:
     """All of them by name, for compute dtype "bf16" or "f16".
 
@@ -58,24 +82,20 @@ def make_variants(
         config: Its model and z_loss; there is no dropout.
         graphdef: Of `train.model.create`.
         compute: The 16-bit dtype.
-        unroll: Layers one after another instead of in a `jax.lax.scan`.
+        layers: How they follow each other.
     """
     policy = jaxamp.get_policy(f"compute={compute}")
     dtype = policy.compute_dtype
 
     def apply(params, tokens):
-        return (
-            apply_unrolled(graphdef, params, tokens)
-            if unroll
-            else model.apply(graphdef, params, tokens)
-        )
+        return model_apply(graphdef, params, tokens, layers)
 
     def on_cast_tree(apply):
         cast = jmp.Policy(jnp.float32, dtype, jnp.float32).cast_to_compute
         return lambda params, tokens: apply(cast(params), tokens)
 
     def written_out(how):
-        return lambda params, tokens: forward(config.model, params, tokens, how, unroll)
+        return lambda params, tokens: forward(config.model, params, tokens, how, layers)
 
     def variant(name, apply, policy="float32"):
         return Variant(name, _loss_fn(apply, config.z_loss), policy)
@@ -100,20 +120,22 @@ def _loss_fn(apply: Callable, z_loss: float) -> LossFn:
     return loss_fn
 
 
-def apply_unrolled(graphdef: nnx.GraphDef, params: Any, tokens_BxT: jax.Array) -> jax.Array:
-    """`train.model.apply` without its scan: each layer is traced by itself."""
+def model_apply(
+    graphdef: nnx.GraphDef, params: Any, tokens_BxT: jax.Array, layers: Layers
+) -> jax.Array:
+    """`train.model.apply` on the modules of `train.model`, with a say in how layers follow."""
+    if layers == SCAN:
+        return model.apply(graphdef, params, tokens_BxT)
     whole = nnx.merge(graphdef, params)
     rotation = model._rotation(whole.config, 0, tokens_BxT.shape[1])
-    block_def, layers = nnx.split(whole.blocks)
-    x_BxTxE = whole.embed(tokens_BxT)
-    for layer in _each_layer(layers, whole.config.n_layers):
-        x_BxTxE, _ = nnx.merge(block_def, layer)(x_BxTxE, rotation, None, 0, None)
+    block_def, blocks = nnx.split(whole.blocks)
+
+    def layer(x_BxTxE, params):
+        return nnx.merge(block_def, params)(x_BxTxE, rotation, None, 0, None)[0]
+
+    x_BxTxE = layers.run(layer, whole.embed(tokens_BxT), blocks)
     head = whole.embed.attend if whole.head is None else whole.head
     return head(whole.norm(x_BxTxE))
-
-
-def _each_layer(layers: Any, n_layers: int) -> list[Any]:
-    return [jax.tree.map(lambda leaf: leaf[k], layers) for k in range(n_layers)]  # noqa: B023
 
 
 class Precision(NamedTuple):
@@ -171,7 +193,11 @@ def _rounded_dot(terms: str, dtype: Any, x: jax.Array, y: jax.Array) -> jax.Arra
 
 
 def forward(
-    config: ModelConfig, params: Any, tokens_BxT: jax.Array, how: Precision, unroll: bool = False
+    config: ModelConfig,
+    params: Any,
+    tokens_BxT: jax.Array,
+    how: Precision,
+    layers: Layers = SCAN,
 ) -> jax.Array:
     """Logits [B, T, V] of the model of `train.model`, written out with every cast in sight."""
     rotation = model._rotation(config, 0, tokens_BxT.shape[1])
@@ -183,13 +209,9 @@ def forward(
         y_BxTxE = _norm(config, layer["attention_norm"], x_BxTxE, how)
         x_BxTxE += _attention(config, layer["attention"], y_BxTxE, rotation, how)
         y_BxTxE = _norm(config, layer["feed_forward_norm"], x_BxTxE, how)
-        return x_BxTxE + _feed_forward(layer["feed_forward"], y_BxTxE, how), None
+        return x_BxTxE + _feed_forward(layer["feed_forward"], y_BxTxE, how)
 
-    if unroll:
-        for layer in _each_layer(params["blocks"], config.n_layers):
-            x_BxTxE, _ = block(x_BxTxE, layer)
-    else:
-        x_BxTxE, _ = jax.lax.scan(block, x_BxTxE, params["blocks"])
+    x_BxTxE = layers.run(block, x_BxTxE, params["blocks"])
     x_BxTxE = _norm(config, params["norm"], x_BxTxE, how)
     head_ExV = table_VxE.T if config.tie_embeddings else params["head"]["kernel"]
     return how.dot("bte,ev->btv", x_BxTxE, head_ExV)
