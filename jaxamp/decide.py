@@ -25,7 +25,6 @@ from jaxamp.policy import Policy
 from jaxamp.rules import kind_of, reason_of
 from jaxamp.scopes import Scopes
 
-
 _PLANS: Any = weakref.WeakKeyDictionary()
 
 

@@ -64,7 +64,9 @@ def cast(value: Any, atom: Any, info: Info, plan: Plan) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.astype(dtype)
-    return _converter(dtype)(value)
+    if jaxprs.inlines_at_once():
+        return _converter(dtype)(value)
+    return lax.convert_element_type(value, dtype)
 
 
 @functools.cache

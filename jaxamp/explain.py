@@ -215,13 +215,16 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    arrow = row.to_dtype if row.from_dtype == row.to_dtype else f"{row.from_dtype} -> {row.to_dtype}"
+    arrow = (
+        row.to_dtype if row.from_dtype == row.to_dtype else f"{row.from_dtype} -> {row.to_dtype}"
+    )
     saved = _size(row.saved_bytes) if row.saved_bytes else ""
     return row.op, row.scope, str(row.count), arrow, saved, row.kind, row.reason
 
 
 def _size(num_bytes: float) -> str:
-    """
+    """A size for people.
+
     >>> _size(100), _size(3 * 2**20)
     ('100 B', '3.0 MiB')
     """
