@@ -7,6 +7,7 @@ line that says how to install it.
 
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -149,10 +150,17 @@ def _float32(report: Report, options: Options, config: Config, corpus: Corpus) -
 
 
 def _compilations(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    autocast = measures.of_config(config, corpus, "bf16")["autocast"]
+    variants = measures.of_config(config, corpus, "bf16")
     point = measures.small_point(config, corpus)
-    count = measures.compilations_of_second_call(autocast, point)
-    report.targets.append(Target("programs that a second call compiles", count, 0))
+    for jit in (True, False):
+        name = f"programs compiled by a second call, {'jit' if jit else 'no jit'}"
+        counts = {
+            variant: measures.compilations_of_second_call(variants[variant], point, jit)
+            for variant in ("float32", "autocast")
+        }
+        report.figures.append(Figure(name, "count", counts))
+        more = counts["autocast"] - (0 if jit else counts["float32"])
+        report.targets.append(Target(name if jit else f"{name}, beyond float32", more, 0))
 
 
 def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
