@@ -103,16 +103,13 @@ def tracing_seconds(variants: list[Variant], point: Point, repeats: int) -> list
     return [measured[1:] for measured in seconds]  # the first of all also loads modules
 
 
-def compilations_of_second_call(variant: Variant, point: Point) -> int:
-    """Programs compiled by a second call, under `jax.jit` and without it together."""
-    grad_fn = variant.value_and_grad()
-    count = 0
-    for fun in (jax.jit(grad_fn), grad_fn):
-        fun(*point)
-        with _compilations() as compiled:
-            fun(*point)
-        count += len(compiled)
-    return count
+def compilations_of_second_call(variant: Variant, point: Point, jit: bool) -> int:
+    """Programs that a second call compiles; without `jit` JAX compiles a scan's gradient anew."""
+    grad_fn = jax.jit(variant.value_and_grad()) if jit else variant.value_and_grad()
+    grad_fn(*point)
+    with _compilations() as compiled:
+        grad_fn(*point)
+    return len(compiled)
 
 
 @contextlib.contextmanager
