@@ -1,9 +1,9 @@
 """What runs in which dtype: a plan for a traced program, made before anything is emitted.
 
-Every float32 value of the trace is given an `Info`: is it held in the compute dtype (`low`), and is
-it `weak`. A value is weak when it is made from inputs and constants alone, as a parameter is; like a
-Python scalar it stays float32 until it meets a strong value and then takes its dtype. Matmuls make
-strong values, and what is made from a strong value is strong.
+Every float32 value of the trace is given an `Info`: is it held in the compute dtype (`low`), and
+is it `weak`. A value is weak when it is made from inputs and constants alone, as a parameter is;
+like a Python scalar it stays float32 until it meets a strong value and then takes its dtype.
+Matmuls make strong values, and what is made from a strong value is strong.
 
 A `Plan` is what `autocast` emits and what `explain` shows. Programs inside (jit, scan ...) have
 plans of their own, remembered per program, so that what JAX traces once is planned once.

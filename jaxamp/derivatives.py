@@ -2,8 +2,8 @@
 
 The wrapper is made anew around the emitted program, and the rule is whatever JAX makes of the
 *original* equation: its `jax.jvp`, `jax.vjp`, `jax.linear_transpose` or `jax.vmap`, traced in the
-original dtypes and autocast in turn. So the user's rule is used, and it sees the dtypes for which it
-was written.
+original dtypes and autocast in turn. So the user's rule is used, and it sees the dtypes for which
+it was written.
 """
 
 from collections.abc import Callable, Sequence

@@ -122,7 +122,10 @@ def explain(fun: Callable, policy: str | jmp.Policy) -> Callable[..., Explanatio
         saved = _saved(mixed, args, kwargs)
         decided = Counter(_decided(plan))
         left = dict(saved or {})  # each saved byte is shown once, with the first row it fits
-        rows = [Row(*key[:2], n, *key[2:], left.pop(key[:2], 0)) for key, n in decided.items()]
+        rows = [
+            Row(op, scope, n, *how, saved_bytes=left.pop((op, scope), 0))
+            for (op, scope, *how), n in decided.items()
+        ]
         rows += [Row(*key, 1, "", "", "saved", _AROUND, size) for key, size in left.items()]
         rows.sort(key=lambda row: -row.saved_bytes)
         total = None if saved is None else sum(row.saved_bytes for row in rows)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np

@@ -208,7 +208,7 @@ def _parse(text: str) -> Policy:
     )
 
 
-def _parse_rules(text: str) -> dict[str, str]:
+def _parse_rules(text: str) -> Any:
     pairs = [part.partition(":")[::2] for part in text.split("|")]
     return {name.strip(): kind.strip() for name, kind in pairs}
 

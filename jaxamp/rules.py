@@ -48,8 +48,8 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
         "full",
         "adds or multiplies many terms: 8 or 11 bits of sum lose the small ones",
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
-        "scatter-add scatter-sub scatter-mul scatter-min scatter-max select_and_scatter_add select_and_scatter "
-        "select_and_gather_add",
+        "scatter-add scatter-sub scatter-mul scatter-min scatter-max select_and_scatter_add "
+        "select_and_scatter select_and_gather_add",
     ),
     (
         "full",

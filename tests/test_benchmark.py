@@ -9,8 +9,8 @@ import pytest
 
 from train import benchmark, compiled
 from train.config import Config, ModelConfig
+from train.figures import Figure, Report, Target, ratio, render, to_json
 from train.model import apply, create
-from train.report import Figure, Report, Target, ratio, render, to_json
 from train.variants import Layers, by_hand, floor, forward, make_variants
 
 VOCAB = 31

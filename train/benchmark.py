@@ -21,7 +21,7 @@ import jaxamp
 from train import compiled, measures
 from train.config import Config, load_toml, parse_flags
 from train.data import Corpus, load
-from train.report import Figure, Report, Target, ratio, render, to_json
+from train.figures import Figure, Report, Target, ratio, render, to_json
 from train.variants import Layers, Variant, make_variants
 
 ABOUT = """Measure autocast against float32, 16 bits by hand, jmp's cast of the whole tree, and the
@@ -169,17 +169,21 @@ def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> No
     _add_figures(report, "TPU v5e", plain)
     _add_figures(report, "TPU v5e, dots_saveable", remat)
     temp = {name: figures.temp_bytes for name, figures in plain.items()}
-    moved = plain["autocast"].accessed_bytes / plain["by hand"].accessed_bytes
+    moved = (plain["autocast"].accessed_bytes or 0) / (plain["by hand"].accessed_bytes or 1)
     again = remat["autocast"].temp_bytes / remat["by hand"].temp_bytes
-    report.targets += [
-        Target("peak memory, of by hand", temp["autocast"] / temp["by hand"], 0.92),
-        Target("peak memory, dots_saveable, of by hand", again, 0.65),
-        Target("peak memory, residuals=compute, of by hand", temp[LEAN] / temp["by hand"], 0.55),
-        Target(
-            "peak memory, residuals=compute, of jmp", temp[LEAN] / temp["jmp"], 1.0, strict=True
-        ),
-        Target("bytes accessed, of by hand", moved, 0.92),
-    ]
+    report.targets.extend(
+        [
+            Target("peak memory, of by hand", temp["autocast"] / temp["by hand"], 0.92),
+            Target("peak memory, dots_saveable, of by hand", again, 0.65),
+            Target(
+                "peak memory, residuals=compute, of by hand", temp[LEAN] / temp["by hand"], 0.55
+            ),
+            Target(
+                "peak memory, residuals=compute, of jmp", temp[LEAN] / temp["jmp"], 1.0, strict=True
+            ),
+            Target("bytes accessed, of by hand", moved, 0.92),
+        ]
+    )
     _add_matmul_targets(report, "TPU v5e", plain | {"autocast, remat": remat["autocast"]})
 
 

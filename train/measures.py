@@ -116,7 +116,8 @@ def compilations_of_second_call(variant: Variant, point: Point, jit: bool) -> in
 def _compilations() -> Iterator[list[str]]:
     compiled: list[str] = []
 
-    def note(event: str, duration: float, **_: Any) -> None:
+    def note(event: str, duration_secs: float, **kwargs: Any) -> None:
+        del duration_secs, kwargs
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 

@@ -2,7 +2,7 @@
 
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ class Figure(NamedTuple):
 
     name: str
     unit: str
-    values: dict[str, float]
+    values: Mapping[str, float]
 
 
 class Target(NamedTuple):
