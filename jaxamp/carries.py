@@ -4,16 +4,17 @@ A carry starts in the dtype that its initial value has, and is widened until the
 what it was given. What is left to choose is a weak carry, float32 so far, whose next value is
 strong:
 
-    starts from inputs, and its next value reads it through a matmul  ->  the body's dtype
-        (the residual stream of a scan over layers)
-    starts as a constant                                              ->  float32
-        (a sum, a recurrent state: it is rounded once per step, and the roundings add up)
-    adds strong terms that do not read it                             ->  float32
-        (a sum again)
+    the next value is the carry plus something           ->  float32
+        (a sum; a residual stream over layers: it is rounded once per round, and that adds up)
+    starts as a constant                                 ->  float32
+        (a recurrent state, for the same reason)
+    starts from inputs, and goes through a matmul        ->  the body's dtype
+
+What a residual stream in the compute dtype saves and costs is in `docs/notes/autocast.md`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxamp import jaxprs
@@ -107,57 +108,53 @@ class _Flow:
     def __init__(self, body, before, start, after):
         nodes, inputs, outs = jaxprs.flat_graph(body, lambda name: RULES.get(name) == "matmul")
         self.made_by = {out: node for node in nodes for out in node.outs}
-        self.outs = outs[: len(start)]
-        first = len(before)
-        self.carry_ids = inputs[first : first + len(start)]
+        outs = outs[: len(start)]
+        carry_ids = inputs[len(before) : len(before) + len(start)]
         self.reads = {-1: 0} | dict.fromkeys(inputs, 0)
-        self.reads |= {value: 1 << k for k, value in enumerate(self.carry_ids)}
+        self.reads |= {value: 1 << k for k, value in enumerate(carry_ids)}
         self.by_matmul = dict.fromkeys(self.reads, 0)
-        infos = (*before, *start, *after)
-        self.strong = {-1: False} | {
-            v: not info.weak for v, info in zip(inputs, infos, strict=True)
-        }
         for node in nodes:
             self._visit(node)
-        self.round = self._over_all_rounds()
+        own = {value: 1 << k for k, value in enumerate(carry_ids)}
+        rounds = _over_all_rounds([self.reads[out] for out in outs])
+        self.mixed = [_through(self.by_matmul[out], rounds) for out in outs]
+        self.sums = _over_all_rounds(
+            [_union(own.get(term, 0) for term in self._terms(out)) for out in outs]
+        )
 
     def _visit(self, node: jaxprs.Node) -> None:
-        reads = functools.reduce(int.__or__, (self.reads[v] for v in node.ins), 0)
-        by_matmul = functools.reduce(int.__or__, (self.by_matmul[v] for v in node.ins), 0)
-        strong = node.has_matmul or any(self.strong[v] for v in node.ins)
+        reads = _union(self.reads[v] for v in node.ins)
+        by_matmul = _union(self.by_matmul[v] for v in node.ins)
         for out in node.outs:
             self.reads[out] = reads
             self.by_matmul[out] = by_matmul | (reads if node.has_matmul else 0)
-            self.strong[out] = strong
-
-    def _over_all_rounds(self) -> list[int]:
-        """`round[k]`: the carries whose values reach carry k, in one round or more."""
-        reach = [self.reads[out] for out in self.outs]
-        for _ in reach:
-            reach = [self._through(mask, reach) for mask in reach]
-        return reach
-
-    @staticmethod
-    def _through(mask: int, reach: Sequence[int]) -> int:
-        for k, more in enumerate(reach):
-            mask |= more if mask >> k & 1 else 0
-        return mask
 
     def is_stream(self, k: int) -> bool:
         """The next value of carry k reads it through a matmul, and is no sum."""
-        mixed = self._through(self.by_matmul[self.outs[k]], self.round)
-        return bool(mixed >> k & 1) and not self.accumulates(k)
+        return bool(self.mixed[k] >> k & 1) and not self.accumulates(k)
 
     def accumulates(self, k: int) -> bool:
-        """Strong terms are added to carry k that do not depend on it in any round."""
-        terms = self._terms(self.outs[k])
-        if self.carry_ids[k] not in terms:
-            return False
-        foreign = (t for t in terms if not self._through(self.reads[t], self.round) >> k & 1)
-        return any(self.strong[term] for term in foreign)
+        """The next value of carry k, or of one that becomes it, is the carry plus something."""
+        return bool(self.sums[k] >> k & 1)
 
     def _terms(self, value: int) -> set[int]:
         node = self.made_by.get(value)
         if node is None or node.name not in _ADDS + _PASSES:
             return {value}
         return set().union(*map(self._terms, node.ins))
+
+
+def _union(masks: Iterable[int]) -> int:
+    return functools.reduce(int.__or__, masks, 0)
+
+
+def _over_all_rounds(reach: list[int]) -> list[int]:
+    """Element k: the carries that reach carry k, in one round or more."""
+    for _ in reach:
+        reach = [_through(mask, reach) for mask in reach]
+    return reach
+
+
+def _through(mask: int, reach: Sequence[int]) -> int:
+    """`mask`, and what reaches the carries in it."""
+    return mask | _union(more for k, more in enumerate(reach) if mask >> k & 1)

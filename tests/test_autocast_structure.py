@@ -193,29 +193,44 @@ def layers(x, w):
     return lax.scan(lambda x, w: (x + jax.nn.silu(x @ w), None), x, w)[0]
 
 
-def test_a_residual_stream_is_16_bit():
+def test_a_residual_stream_is_float32_and_a_mixed_one_16_bit():
     x, w = normal(0, 4, 8), normal(1, 3, 8, 8)
-    assert carried(layers, x, w) == ["bfloat16"]
+    assert carried(layers, x, w) == ["float32"]
+    mixed = lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]  # noqa: E731
+    assert carried(mixed, x, w) == ["bfloat16"]
     grad = jax.grad(lambda w: jnp.sum(jaxamp.autocast(layers, BF16)(x, w)))(w)
     assert grad.dtype == jnp.float32
 
 
-def test_a_biased_and_rematerialised_residual_stream_is_16_bit():
+def test_a_biased_and_rematerialised_residual_stream_is_float32():
     def block(x, p):
         return x + (jax.nn.silu(x @ p["w"]) @ p["w"] + p["b"])
 
     params = {"w": normal(1, 3, 8, 8), "b": normal(2, 3, 1, 8)}
     fun = lambda x, p: lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, p)[0]  # noqa: E731
-    assert carried(fun, normal(0, 4, 8), params) == ["bfloat16"]
+    assert carried(fun, normal(0, 4, 8), params) == ["float32"]
 
 
-def test_a_reversible_stream_is_16_bit():
+def test_a_reversible_stream_is_float32():
     def body(c, w):
         a = c[0] + jnp.tanh(c[1] @ w)
         return (a, c[1] + jnp.tanh(a @ w)), None
 
     fun = lambda x, w: lax.scan(body, (x, x), w)[0]  # noqa: E731
-    assert carried(fun, normal(0, 4, 8), normal(1, 3, 8, 8)) == ["bfloat16"] * 2
+    assert carried(fun, normal(0, 4, 8), normal(1, 3, 8, 8)) == ["float32"] * 2
+
+
+def test_streams_that_change_places_are_float32():
+    def body(c, w):
+        return (c[1], c[0] + jnp.tanh(c[1] @ w)), None
+
+    fun = lambda x, w: lax.scan(body, (x, x), w)[0]  # noqa: E731
+    assert carried(fun, normal(0, 4, 8), normal(1, 4, 8, 8)) == ["float32"] * 2
+
+
+def test_a_stream_that_starts_16_bit_is_widened():
+    fun = lambda x, w: layers(x @ w[0], w)  # noqa: E731
+    assert carried(fun, normal(0, 4, 8), normal(1, 3, 8, 8)) == ["float32"]
 
 
 def test_sums_and_states_stay_float32():
@@ -236,7 +251,7 @@ def test_a_sum_beside_a_stream():
         return (x, c[1] + jnp.mean(x @ w)), None
 
     fun = lambda x, w: lax.scan(body, (x, jnp.float32(0)), w)[0]  # noqa: E731
-    assert carried(fun, normal(0, 4, 8), normal(1, 3, 8, 8)) == ["bfloat16", "float32"]
+    assert carried(fun, normal(0, 4, 8), normal(1, 3, 8, 8)) == ["float32", "float32"]
     got = jaxamp.autocast(lambda x: lax.fori_loop(0, 4096, lambda _, c: c + x @ x, x * 0), BF16)
     assert got(jnp.ones((1, 1)) * 1.0)[0, 0] == 4096
 
