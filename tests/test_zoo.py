@@ -1,4 +1,4 @@
-"""Public models from packages that nobody here wrote, under autocast: see zoo.py for what is asked."""
+"""Public models from packages, under autocast; zoo.py says what is asked of them."""
 
 import dataclasses
 import os
@@ -425,22 +425,24 @@ def test_jraph(name):
     def fun(params):
         *ws, column = params
         if name == "convolution":
-            layer = lambda w: jraph.GraphConvolution(  # noqa: E731
-                lambda n: jax.nn.relu(n @ w), add_self_edges=True
-            )
+
+            def layer(w):
+                return jraph.GraphConvolution(lambda n: jax.nn.relu(n @ w), add_self_edges=True)
+
         elif name == "attention":
-            layer = (
-                lambda w: jraph.GAT(  # noqa: E731
-                    lambda n: n @ w,
-                    lambda s, r, e: jnp.concatenate([s, r], -1) @ column[:, :1],
-                    lambda n: jax.nn.leaky_relu(n),
-                )
-            )
+
+            def layer(w):
+                logits = lambda s, r, e: jnp.concatenate([s, r], -1) @ column[:, :1]  # noqa: E731
+                return jraph.GAT(lambda n: n @ w, logits, jax.nn.leaky_relu)
+
         else:
-            layer = lambda w: jraph.GraphNetwork(  # noqa: E731
-                lambda e, s, r, g: jnp.tanh(jnp.concatenate([e, s, r], -1) @ column),
-                lambda n, s, r, g: jax.nn.relu((n + r) @ w),
-            )
+
+            def layer(w):
+                return jraph.GraphNetwork(
+                    lambda e, s, r, g: jnp.tanh(jnp.concatenate([e, s, r], -1) @ column),
+                    lambda n, s, r, g: jax.nn.relu((n + r) @ w),
+                )
+
         out = graph
         for w in ws:
             out = layer(w)(out)
@@ -472,14 +474,13 @@ def test_distrax_and_numpyro():
             distrax.MultivariateNormalDiag(jnp.zeros(8), jnp.ones(8)),
             distrax.Block(distrax.ScalarAffine(h, 1.0 + jax.nn.softplus(h)), 1),
         )
+        mixture = dist.MixtureSameFamily(dist.Categorical(logits=h), dist.Normal(h, 1.0))
         return (
             flow.log_prob(X),
             distrax.Categorical(logits=h).entropy(),
             dist.Normal(h, jax.nn.softplus(h)).log_prob(X),
             dist.StudentT(4.0, h, 1.0).log_prob(X),
-            dist.MixtureSameFamily(dist.Categorical(logits=h), dist.Normal(h, 1.0)).log_prob(
-                X[:, 0]
-            ),
+            mixture.log_prob(X[:, 0]),
             dist.Normal(h, 1.0).sample(jax.random.key(0)),
         )
 

@@ -39,7 +39,7 @@ def generic(tree, seed=0, scale=0.1):
 
 
 def projection(out):
-    """A scalar of everything floating in `out`: a generic direction, not a sum, which norms kill."""
+    """A scalar of all floats in `out`: a generic direction; norms make sums constant."""
     floats = [leaf for leaf in jax.tree.leaves(out) if is_float(leaf)]
     terms = [
         jnp.sum(leaf * np.random.default_rng(k).normal(size=leaf.shape).astype(np.float32))
