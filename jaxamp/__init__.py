@@ -10,7 +10,9 @@ The step, in its ten words:
     rules.py       the op table: how autocast treats each primitive, and why
     autocast.py    autocast: a float32 program in, a mixed-precision program out
                      decide.py, carries.py (plan), emit.py, derivatives.py (emit)
-                     plans.py, jaxprs.py, scopes.py (full_precision)
+                     plans.py, jaxprs.py, scopes.py (full_precision), residuals.py
+    explain.py     explain: what was decided and why
+    nnx.py         autocast and value_and_grad for functions of Flax NNX modules
     gradients.py   value_and_grad: cast, forward, scale, backward, unscale
     optimizer.py   apply_if_finite: finite? clip and update, or skip whole; adjust the scale
 
@@ -37,6 +39,7 @@ Example:
 """
 
 from jaxamp.autocast import autocast
+from jaxamp.explain import Explanation, explain
 from jaxamp.gradients import grad, value_and_grad
 from jaxamp.loss_scale import (
     DynamicLossScale,
@@ -53,6 +56,7 @@ from jaxamp.scopes import full_precision
 __all__ = [
     "ApplyIfFiniteState",
     "DynamicLossScale",
+    "Explanation",
     "LossScale",
     "NoOpLossScale",
     "Policy",
@@ -60,6 +64,7 @@ __all__ = [
     "apply_if_finite",
     "auto_policy",
     "autocast",
+    "explain",
     "full_precision",
     "get_loss_scale",
     "get_policy",

@@ -13,7 +13,7 @@ import jax
 import jmp
 import numpy as np
 
-from jaxamp import jaxprs, scopes
+from jaxamp import jaxprs, residuals, scopes
 from jaxamp.decide import make_plan
 from jaxamp.emit import emit
 from jaxamp.plans import Info, Plan
@@ -72,7 +72,7 @@ def autocast(fun: Callable, policy: str | jmp.Policy) -> Callable:
             return _cast_outputs(fun(*args, **kwargs), policy)
         call = trace_call(fun, args, kwargs)
         plan = plan_call(call, policy)
-        return call.restore(_cast_float32(emit(plan, call.arrays), plan))
+        return call.restore(_cast_float32(emit(plan, call.arrays, residuals.mode_of(plan)), plan))
 
     return autocast_fun
 

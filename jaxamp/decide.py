@@ -56,7 +56,8 @@ def _plan(program, ins, policy, forced, scope) -> Plan:
     jaxpr, consts = jaxprs.opened(program)
     planner = _Planner(policy, forced, scope)
     steps, outs = planner.forward(jaxpr, consts, ins, frozenset())
-    wanted = _wanted(jaxpr, steps)
+    # What is saved for the backward pass is to be 16-bit where residuals="compute".
+    wanted = _wanted(jaxpr, steps) if policy.residuals == "float32" else set()
     upgraded = frozenset(
         k for k, step in enumerate(steps) if step.kind == "matmul" and step.eqn.outvars[0] in wanted
     )

@@ -15,33 +15,46 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from jaxamp import derivatives, jaxprs
+from jaxamp import derivatives, jaxprs, residuals
 from jaxamp.decide import make_plan
 from jaxamp.plans import Info, Plan, Step
 
 
-def emit(plan: Plan, args: Sequence[Any]) -> list[Any]:
+def emit(plan: Plan, args: Sequence[Any], mode: str = residuals.PLAIN) -> list[Any]:
     """The outputs of the planned program, in the dtypes of `plan.outs`.
 
     Args:
         plan: From `jaxamp.decide.make_plan`.
         args: Arrays or tracers in the dtypes of `plan.ins`.
+        mode: See `jaxamp.residuals`.
     """
     env = dict(zip(plan.jaxpr.constvars, plan.consts, strict=False))
     env.update(zip(plan.jaxpr.invars, args, strict=True))
-
-    def read(atom):
-        return _literal(atom) if jaxprs.is_literal(atom) else env[atom]
-
-    for step in plan.steps:
-        with _as_traced(step.eqn):
-            operands = cast_operands(step, [read(atom) for atom in step.eqn.invars], plan)
-            outs = _emit_step(step, operands, plan)
-        env.update(zip(step.eqn.outvars, outs, strict=True))
+    if mode in (residuals.SEGMENTS, residuals.ROUND):
+        run = functools.partial(_run, plan=plan, mode=residuals.NAMED)
+        for wrap, steps in residuals.segments(plan):
+            if wrap:
+                residuals.wrapped(run, steps, plan, env, mode)
+            else:
+                _run(steps, env, plan, mode)
+    else:
+        _run(plan.steps, env, plan, mode)
     return [
-        cast(read(atom), atom, info, plan)
+        cast(_read(env, atom), atom, info, plan)
         for atom, info in zip(plan.jaxpr.outvars, plan.outs, strict=True)
     ]
+
+
+def _run(steps: Sequence[Step], env: dict[Any, Any], plan: Plan, mode: str) -> None:
+    for step in steps:
+        with _as_traced(step.eqn):
+            operands = [_read(env, atom) for atom in step.eqn.invars]
+            outs = _emit_step(step, cast_operands(step, operands, plan), plan, mode)
+        env.update(zip(step.eqn.outvars, outs, strict=True))
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return _literal(atom) if jaxprs.is_literal(atom) else env[atom]
 
 
 def cast(value: Any, atom: Any, info: Info, plan: Plan) -> Any:
@@ -49,7 +62,15 @@ def cast(value: Any, atom: Any, info: Info, plan: Plan) -> Any:
     dtype = planned_dtype(atom, info, plan)
     if dtype is None or value.dtype == dtype:
         return value
-    return lax.convert_element_type(value, dtype)
+    if isinstance(value, np.generic):
+        return value.astype(dtype)
+    return _converter(dtype)(value)
+
+
+@functools.cache
+def _converter(dtype: Any) -> Callable:
+    """A cast that JAX linearises once per shape; casts are a third of what is emitted."""
+    return jax.jit(lambda x: lax.convert_element_type(x, dtype), inline=True)
 
 
 def planned_dtype(atom: Any, info: Info, plan: Plan) -> Any:
@@ -89,37 +110,41 @@ def _as_traced(eqn: Any) -> Iterator[None]:
             raise
 
 
-def _emit_step(step: Step, operands: list[Any], plan: Plan) -> list[Any]:
+def _emit_step(step: Step, operands: list[Any], plan: Plan, mode: str) -> list[Any]:
     if step.kind == "enter":
-        outs = _ENTER[step.eqn.primitive.name](step, operands)
+        outs = _ENTER[step.eqn.primitive.name](step, operands, mode)
     else:
         outs = _bind(step, operands, plan)
-    return [
+    outs = [
         cast(value, var, info, plan)
         for value, var, info in zip(outs, step.eqn.outvars, step.outs, strict=True)
     ]
+    return residuals.named(step, outs, mode)
 
 
 def _bind(step: Step, operands: list[Any], plan: Plan) -> list[Any]:
     eqn, compute_dtype = step.eqn, plan.policy.compute_dtype
     if step.float32_out:
         return [derivatives.matmul_to_float32(eqn, compute_dtype)(*operands)]
-    if eqn.primitive.name == "convert_element_type" and jaxprs.is_float32(eqn.outvars[0]):
-        if jaxprs.is_float32(eqn.invars[0]):
-            return operands
+    if eqn.primitive.name == "convert_element_type" and all(
+        map(jaxprs.is_float32, (*eqn.invars, *eqn.outvars))
+    ):
+        return operands
     if step.outs[0:1] and step.outs[0].low and "preferred_element_type" in eqn.params:
-        return jaxprs.bind(eqn, operands, preferred_element_type=compute_dtype)
+        return jaxprs.bind_remembered(eqn, operands, preferred_element_type=compute_dtype)
+    if step.kind != "rigid" and not eqn.effects:
+        return jaxprs.bind_remembered(eqn, operands)
     return jaxprs.bind(eqn, operands)
 
 
 # Programs inside. `inside` is the program as a function of the equation's operands.
 
 
-def inside(plan: Plan, outs: Sequence[Info] | None = None) -> Callable:
+def inside(plan: Plan, mode: str, outs: Sequence[Info] | None = None) -> Callable:
     """The program as a function; `outs` are infos to which its results are cast."""
 
     def program(*args):
-        results = emit(plan, args)
+        results = emit(plan, args, mode)
         if outs is None:
             return results
         pairs = zip(results, plan.jaxpr.outvars, outs, strict=True)
@@ -128,34 +153,35 @@ def inside(plan: Plan, outs: Sequence[Info] | None = None) -> Callable:
     return program
 
 
-def _retraced(plan: Plan, outs: Sequence[Info] | None = None) -> Any:
+def _retraced(plan: Plan, mode: str, outs: Sequence[Info] | None = None) -> Any:
     """The emitted program as a jaxpr. It is kept, so that what is compiled once stays compiled."""
-    key = tuple(outs) if outs is not None else None
+    key = (mode, None if outs is None else tuple(outs))
     if key not in plan.emitted:
         pairs = zip(plan.jaxpr.invars, plan.ins, strict=True)
         avals = [planned_aval(atom, info, plan) for atom, info in pairs]
         with source_info_util.reset_name_stack():
-            plan.emitted[key] = jax.make_jaxpr(inside(plan, outs))(*avals)
+            plan.emitted[key] = jax.make_jaxpr(inside(plan, mode, outs))(*avals)
     return plan.emitted[key]
 
 
-def _emit_jit(step: Step, operands: list[Any]) -> list[Any]:
-    return jaxprs.bind(step.eqn, operands, jaxpr=_retraced(step.subs[0]))
+def _emit_jit(step: Step, operands: list[Any], mode: str) -> list[Any]:
+    return jaxprs.bind(step.eqn, operands, jaxpr=_retraced(step.subs[0], mode))
 
 
-def _emit_inlined(step: Step, operands: list[Any]) -> list[Any]:
-    return emit(step.subs[0], operands)
+def _emit_inlined(step: Step, operands: list[Any], mode: str) -> list[Any]:
+    return emit(step.subs[0], operands, mode)
 
 
-def _emit_remat(step: Step, operands: list[Any]) -> list[Any]:
-    program = _retraced(step.subs[0])
+def _emit_remat(step: Step, operands: list[Any], mode: str) -> list[Any]:
+    mode = residuals.PLAIN  # what is saved here is the user's business
+    program = _retraced(step.subs[0], mode)
     if program.consts:  # cannot be a param of remat: let JAX hoist them
         params = {k: step.eqn.params[k] for k in ("prevent_cse", "policy")}
-        return jax.checkpoint(inside(step.subs[0]), **params)(*operands)
+        return jax.checkpoint(inside(step.subs[0], mode), **params)(*operands)
     return jaxprs.bind(step.eqn, operands, jaxpr=jaxprs.opened(program)[0])
 
 
-def _emit_scan(step: Step, operands: list[Any]) -> list[Any]:
+def _emit_scan(step: Step, operands: list[Any], mode: str) -> list[Any]:
     (plan,) = step.subs
     num_consts, num_carry = jaxprs.scan_counts(step.eqn)
     carry = step.outs[:num_carry]
@@ -163,18 +189,19 @@ def _emit_scan(step: Step, operands: list[Any]) -> list[Any]:
         operands[num_consts : num_consts + num_carry], step, carry, plan
     )
     outs = (*carry, *plan.outs[num_carry:])
-    return jaxprs.bind(step.eqn, operands, jaxpr=_retraced(plan, outs))
+    mode = residuals.ROUND if mode == residuals.SEGMENTS else mode
+    return jaxprs.bind(step.eqn, operands, jaxpr=_retraced(plan, mode, outs))
 
 
-def _emit_while(step: Step, operands: list[Any]) -> list[Any]:
+def _emit_while(step: Step, operands: list[Any], mode: str) -> list[Any]:
     condition, body = step.subs
     start = len(operands) - len(step.outs)
     operands[start:] = _cast_carry(operands[start:], step, step.outs, body)
     return jaxprs.bind(
         step.eqn,
         operands,
-        cond_jaxpr=_retraced(condition),
-        body_jaxpr=_retraced(body, step.outs),
+        cond_jaxpr=_retraced(condition, residuals.PLAIN),
+        body_jaxpr=_retraced(body, mode, step.outs),
     )
 
 
@@ -183,15 +210,15 @@ def _cast_carry(values, step: Step, infos: Sequence[Info], plan: Plan) -> list[A
     return [cast(v, a, i, plan) for v, a, i in zip(values, atoms, infos, strict=True)]
 
 
-def _emit_cond(step: Step, operands: list[Any]) -> list[Any]:
-    branches = tuple(_retraced(plan, step.outs) for plan in step.subs)
+def _emit_cond(step: Step, operands: list[Any], mode: str) -> list[Any]:
+    branches = tuple(_retraced(plan, mode, step.outs) for plan in step.subs)
     return jaxprs.bind(step.eqn, operands, branches=branches)
 
 
-def _emit_shard_map(step: Step, operands: list[Any]) -> list[Any]:
+def _emit_shard_map(step: Step, operands: list[Any], mode: str) -> list[Any]:
     params = step.eqn.params
     mapped = jax.shard_map(
-        lambda *args: tuple(emit(step.subs[0], args)),
+        lambda *args: tuple(emit(step.subs[0], args, mode)),
         mesh=params["mesh"],
         in_specs=params["in_specs"],
         out_specs=params["out_specs"],
@@ -202,7 +229,7 @@ def _emit_shard_map(step: Step, operands: list[Any]) -> list[Any]:
 
 
 def _with_rule(wrap: Callable) -> Callable:
-    def emit_with_rule(step: Step, operands: list[Any]) -> list[Any]:
+    def emit_with_rule(step: Step, operands: list[Any], mode: str) -> list[Any]:
         (plan,), eqn = step.subs, step.eqn
         inner = derivatives.Entered(
             eqn,
@@ -210,7 +237,7 @@ def _with_rule(wrap: Callable) -> Callable:
             step.outs,
             [planned_dtype(v, info, plan) for v, info in zip(eqn.invars, step.ins, strict=True)],
             [planned_dtype(v, info, plan) for v, info in zip(eqn.outvars, step.outs, strict=True)],
-            inside(plan),
+            inside(plan, residuals.PLAIN),
             functools.partial(_autocast_rule, plan),
         )
         return list(wrap(inner)(*operands))

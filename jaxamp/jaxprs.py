@@ -4,6 +4,7 @@ The names of params are those of jax 0.10 to 0.12. `shard_map_p`, `pallas_call_p
 not exported, so primitives are recognised by name.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,9 +83,24 @@ def bind(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def trace(fun: Callable, atoms: Sequence[Any]) -> Any:
-    """The closed jaxpr of `fun` for arguments like `atoms` (their shapes, dtypes, shardings)."""
-    return jax.make_jaxpr(fun)(*[atom.aval for atom in atoms])
+def bind_remembered(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
+    """`bind` for a primitive without programs inside.
+
+    JAX linearises an inlined jit once per shape, and a bare primitive at each of its uses, which is
+    most of the time that tracing a gradient takes.
+    """
+    params = tuple(sorted({**eqn.params, **changes}.items()))
+    try:
+        call = _remembered(eqn.primitive, params)
+    except TypeError:  # a param that is not hashable
+        return bind(eqn, operands, **changes)
+    outs = call(*operands)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+@functools.lru_cache(maxsize=4096)
+def _remembered(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable:
+    return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)), inline=True)
 
 
 def scope_of(eqn: Any) -> str:

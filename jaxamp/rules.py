@@ -118,6 +118,13 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
 RULES: Mapping[str, str] = {name: kind for kind, _, names in _GROUPS for name in names.split()}
 _WHY: Mapping[str, str] = {name: why for _, why, names in _GROUPS for name in names.split()}
 
+# The first group of `full`, and all that follows, give one number per number.
+_ELEMENTWISE = frozenset(
+    name
+    for kind, _, names in (_GROUPS[1], *(g for g in _GROUPS if g[0] in ("follow", "guarded")))
+    for name in names.split()
+)
+
 Overrides = tuple[tuple[str, str], ...]
 
 
@@ -135,6 +142,15 @@ def reason_of(primitive: str, overrides: Overrides = ()) -> str:
     if primitive in dict(overrides):
         return "policy.rules says so"
     return _WHY.get(primitive, "unknown to the op table, so left as it was traced")
+
+
+def is_elementwise(primitive: str) -> bool:
+    """Whether recomputing the primitive costs next to nothing.
+
+    >>> is_elementwise("exp"), is_elementwise("reduce_sum")
+    (True, False)
+    """
+    return primitive in _ELEMENTWISE
 
 
 def checked_rules(rules: Mapping[str, str] | Overrides) -> Overrides:
