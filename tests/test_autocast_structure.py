@@ -320,3 +320,18 @@ def test_second_derivatives():
     fun = lambda x: jnp.sum(jax.nn.silu(soft_sign(x @ w) @ w))  # noqa: E731
     got, true = jax.hessian(jaxamp.autocast(fun, BF16))(x), jax.hessian(fun)(x)
     assert relative(got, true) < 16 * EPS[BF16]
+
+
+@both
+def test_the_tangent_of_an_integer_operand_of_a_custom_jvp(policy):
+    """JAX writes it into the rule as a float0 literal where the rule calls its function again."""
+
+    @jax.custom_jvp
+    def rows(x, i):
+        return x[i] * 2
+
+    rows.defjvp(lambda p, t: (rows(*p), t[0][p[1]] * 2))
+    x, w = normal(0, 4, 8), weight(1)
+    loss = lambda w: jnp.sum(rows(x @ w, jnp.array([0, 1])))  # noqa: E731
+    got, true = jax.grad(jaxamp.autocast(loss, policy))(w), jax.grad(loss)(w)
+    assert relative(got, true) < 4 * EPS[policy]
