@@ -66,7 +66,7 @@ LAYERS = {
         (SEQUENCE, normal(5, 2, 7, 8)),
         ATTENTION,
     ),
-    "MultiHeadAttention": (nn.MultiHeadAttention(2), (SEQUENCE, None, None, CAUSAL), ATTENTION),
+    "MultiHeadAttention": (nn.MultiHeadAttention(2), (SEQUENCE,), ATTENTION),
     "SelfAttention": (nn.SelfAttention(2), (SEQUENCE, CAUSAL), ATTENTION),
     "LSTMCell": (nn.RNN(nn.LSTMCell(8)), (SEQUENCE,), CELL),
     "OptimizedLSTMCell": (nn.RNN(nn.OptimizedLSTMCell(8)), (SEQUENCE,), CELL),

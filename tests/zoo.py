@@ -10,7 +10,7 @@ program, as a single one may be zero by symmetry, such as that of an attention's
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxpr_search import dtypes
+from jaxpr_search import equations
 
 import jaxamp
 
@@ -65,10 +65,10 @@ def distance(got, true):
     return (error / size) ** 0.5 if size else error**0.5
 
 
-def matmuls(fun, *args):
+def matmuls(program):
     """Operand dtypes of all matmuls of a program, pairs of them."""
-    found = [d for name in MATMULS for d in dtypes(fun, *args, primitive=name)]
-    return [tuple(d[:2]) for d in found]
+    found = [eqn for eqn in equations(program) if eqn.primitive.name in MATMULS]
+    return [tuple(str(v.aval.dtype) for v in eqn.invars[:2]) for eqn in found]
 
 
 def check(fun, params, *args, roundings, low=True, float32_matmuls=0, loss_scale=2.0**8):
@@ -93,7 +93,8 @@ def check(fun, params, *args, roundings, low=True, float32_matmuls=0, loss_scale
     for policy, eps in EPS.items():
         grad_fn = jaxamp.value_and_grad(loss, policy, has_aux=True)
         mixed = lambda params, *args: grad_fn(params, *args, loss_scale=loss_scale)  # noqa: B023, E731
-        (_, got), grads = jax.jit(mixed)(params, *args)
+        traced = jax.jit(mixed).trace(params, *args)
+        (_, got), grads = traced.lower().compile()(params, *args)
         tolerance = roundings * eps + FLOAT32
         assert distance(got, true) <= tolerance, (policy, "results")
         # One more for the product with the projection's direction.
@@ -103,7 +104,7 @@ def check(fun, params, *args, roundings, low=True, float32_matmuls=0, loss_scale
         )
         for leaf in jax.tree.leaves(grads):
             assert leaf.dtype == jnp.float32
-        pairs = matmuls(mixed, params, *args)
+        pairs = matmuls(traced.jaxpr)
         compute = jaxamp.get_policy(policy).compute_dtype.name
         if float32_matmuls is not None:
             assert pairs.count(("float32", "float32")) == float32_matmuls, pairs
