@@ -124,11 +124,11 @@ FEW, SOME = 4, 10
 def losses():
     return {
         "convex_kl_divergence": (
-            lambda x: optax.convex_kl_divergence(jax.nn.log_softmax(x), PROBABILITIES),
+            lambda x: optax.losses.convex_kl_divergence(jax.nn.log_softmax(x), PROBABILITIES),
             SOME,
         ),
         "ctc_loss": (
-            lambda x: optax.ctc_loss(
+            lambda x: optax.losses.ctc_loss(
                 jnp.stack([x, x + 1.0]),
                 jnp.zeros((2, 4)),
                 jnp.array([[1, 2], [3, 0]]),
@@ -137,7 +137,7 @@ def losses():
             SOME,
         ),
         "ctc_loss_with_forward_probs": (
-            lambda x: optax.ctc_loss_with_forward_probs(
+            lambda x: optax.losses.ctc_loss_with_forward_probs(
                 x[None], jnp.zeros((1, 4)), jnp.array([[1, 2]]), jnp.zeros((1, 2))
             )[0],
             SOME,
@@ -146,9 +146,9 @@ def losses():
             lambda x: optax.losses.generalized_kl_divergence(jax.nn.log_softmax(x), PROBABILITIES),
             SOME,
         ),
-        "hinge_loss": (lambda x: optax.hinge_loss(x, SIGNS), FEW),
+        "hinge_loss": (lambda x: optax.losses.hinge_loss(x, SIGNS), FEW),
         "kl_divergence": (
-            lambda x: optax.kl_divergence(jax.nn.log_softmax(x), PROBABILITIES),
+            lambda x: optax.losses.kl_divergence(jax.nn.log_softmax(x), PROBABILITIES),
             SOME,
         ),
         "kl_divergence_with_log_targets": (
@@ -169,23 +169,26 @@ def losses():
             lambda x: optax.losses.multiclass_sparsemax_loss(x, CLASSES),
             SOME,
         ),
-        "perceptron_loss": (lambda x: optax.perceptron_loss(x, SIGNS), FEW),
-        "poly_loss_cross_entropy": (lambda x: optax.poly_loss_cross_entropy(x, ONE_HOT), FEW),
+        "perceptron_loss": (lambda x: optax.losses.perceptron_loss(x, SIGNS), FEW),
+        "poly_loss_cross_entropy": (
+            lambda x: optax.losses.poly_loss_cross_entropy(x, ONE_HOT),
+            FEW,
+        ),
         "safe_softmax_cross_entropy": (
-            lambda x: optax.safe_softmax_cross_entropy(x, ONE_HOT),
+            lambda x: optax.losses.safe_softmax_cross_entropy(x, ONE_HOT),
             FEW,
         ),
         "sigmoid_binary_cross_entropy": (
-            lambda x: optax.sigmoid_binary_cross_entropy(x, jnp.clip(SIGNS, 0, 1)),
+            lambda x: optax.losses.sigmoid_binary_cross_entropy(x, jnp.clip(SIGNS, 0, 1)),
             FEW,
         ),
         "sigmoid_focal_loss": (
-            lambda x: optax.sigmoid_focal_loss(x, jnp.clip(SIGNS, 0, 1), alpha=0.25),
+            lambda x: optax.losses.sigmoid_focal_loss(x, jnp.clip(SIGNS, 0, 1), alpha=0.25),
             SOME,
         ),
-        "softmax_cross_entropy": (lambda x: optax.softmax_cross_entropy(x, ONE_HOT), FEW),
+        "softmax_cross_entropy": (lambda x: optax.losses.softmax_cross_entropy(x, ONE_HOT), FEW),
         "softmax_cross_entropy_with_integer_labels": (
-            lambda x: optax.softmax_cross_entropy_with_integer_labels(x, CLASSES),
+            lambda x: optax.losses.softmax_cross_entropy_with_integer_labels(x, CLASSES),
             FEW,
         ),
         "sparsemax_loss": (
@@ -200,12 +203,12 @@ def losses():
             lambda x: optax.losses.ranking_softmax_loss(x, PROBABILITIES),
             FEW,
         ),
-        "cosine_distance": (lambda x: optax.cosine_distance(x, TARGETS), SOME),
-        "cosine_similarity": (lambda x: optax.cosine_similarity(x, TARGETS), SOME),
-        "huber_loss": (lambda x: optax.huber_loss(x, TARGETS), SOME),
-        "l2_loss": (lambda x: optax.l2_loss(x, TARGETS), FEW),
-        "log_cosh": (lambda x: optax.log_cosh(x, TARGETS), SOME),
-        "squared_error": (lambda x: optax.squared_error(x, TARGETS), FEW),
+        "cosine_distance": (lambda x: optax.losses.cosine_distance(x, TARGETS), SOME),
+        "cosine_similarity": (lambda x: optax.losses.cosine_similarity(x, TARGETS), SOME),
+        "huber_loss": (lambda x: optax.losses.huber_loss(x, TARGETS), SOME),
+        "l2_loss": (lambda x: optax.losses.l2_loss(x, TARGETS), FEW),
+        "log_cosh": (lambda x: optax.losses.log_cosh(x, TARGETS), SOME),
+        "squared_error": (lambda x: optax.losses.squared_error(x, TARGETS), FEW),
         "binary_dice_loss": (
             lambda x: optax.losses.binary_dice_loss(x, jnp.clip(SIGNS, 0, 1)),
             SOME,
@@ -215,12 +218,12 @@ def losses():
             lambda x: optax.losses.multiclass_generalized_dice_loss(x, ONE_HOT),
             SOME,
         ),
-        "ntxent": (lambda x: optax.ntxent(x, jnp.array([0, 0, 1, 1])), SOME),
+        "ntxent": (lambda x: optax.losses.ntxent(x, jnp.array([0, 0, 1, 1])), SOME),
         "triplet_margin_loss": (
-            lambda x: optax.triplet_margin_loss(x, TARGETS, TARGETS[::-1]),
+            lambda x: optax.losses.triplet_margin_loss(x, TARGETS, TARGETS[::-1]),
             SOME,
         ),
-        "smooth_labels": (lambda x: optax.smooth_labels(jax.nn.softmax(x), 0.1), FEW),
+        "smooth_labels": (lambda x: optax.losses.smooth_labels(jax.nn.softmax(x), 0.1), FEW),
     }
 
 
