@@ -354,3 +354,11 @@ def test_a_rule_whose_function_closes_over_an_array(policy, rule):
     assert [e.params["num_consts"] for e in program.eqns if "num_consts" in e.params] == [1]
     got, true = jax.jit(jax.grad(jaxamp.autocast(loss, policy)))(w), jax.grad(loss)(w)
     assert relative(got, true) < 12 * EPS[policy]
+
+
+@both
+def test_a_function_applied_to_elements(policy):
+    x, w = normal(0, 4, 8), weight(1)
+    fun = lambda x: (x @ w).at[0].apply(jnp.tanh)  # noqa: E731
+    got, true = jax.jit(jaxamp.autocast(fun, policy))(x), fun(x)
+    assert relative(got, true) < 4 * EPS[policy]
