@@ -255,7 +255,7 @@ LINALG = {
     "inv": linalg.inv,
     "solve": lambda a: linalg.solve(a, X.T),
     "slogdet": lambda a: linalg.slogdet(a)[1],
-    "det": linalg.det,
+    "det": lambda a: linalg.det(a) / 3**8,  # of size 1: its gradient is too large for float16
     "eigvalsh": linalg.eigvalsh,
     "svdvals": lambda a: linalg.svd(a, compute_uv=False),
     "qr": lambda a: linalg.qr(a)[1],
@@ -334,7 +334,9 @@ def test_scipy(name):
     """In (0.05, 0.95); the sigmoid, a product, a sum; 8 for a condition number such as logit's."""
     fun = lambda x: SCIPY[name](unit(x))  # noqa: E731
     with jax.numpy_rank_promotion("allow"):  # multivariate_normal
-        check(behind_matmul(fun), W, roundings=MATMUL + 3 * 8)
+        # An image is resized with precision=HIGHEST.
+        full = None if name == "resize" else 0
+        check(behind_matmul(fun), W, roundings=MATMUL + 3 * 8, float32_matmuls=full)
 
 
 # Kernels and control flow.
