@@ -153,6 +153,8 @@ class _Planner:
             kind, reason = _matmul_kind(eqn, reason)
         elif kind == "guarded" or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
             kind = _guarded_kind(eqn, self.policy.compute_dtype)
+        if name == "scatter" and _applies_a_function(eqn):
+            kind, reason = "rigid", "`.at[].apply` has a function inside, traced for its dtypes"
         if kind == "structure":
             step = _structure_step(eqn, ins, operands, reason)
             if step is not None:
@@ -215,6 +217,12 @@ def _structure_step(eqn, ins, operands, reason) -> Step | None:
         for info, var in zip(outs, eqn.outvars, strict=True)
     )
     return Step(eqn, "structure", reason, tuple(ins), (None,) * len(ins), outs)
+
+
+def _applies_a_function(eqn) -> bool:
+    """Whether a scatter is one of `.at[].apply`, and not one that overwrites."""
+    program = eqn.params.get("update_jaxpr")
+    return program is not None and bool(jaxprs.opened(program)[0].eqns)
 
 
 def _matmul_kind(eqn, reason) -> tuple[str, str]:

@@ -45,9 +45,35 @@ class Entered(NamedTuple):
 
 def custom_jvp(inner: Entered) -> Callable:
     """The primal with the JVP rule of the original equation."""
-    eqn = inner.eqn
-    ins, outs = _inexact(eqn.invars), _inexact(eqn.outvars)
-    wrapped = jax.custom_jvp(lambda *args: tuple(inner.primal(*args)))
+    return _closing_over_constants(inner, _custom_jvp)
+
+
+def custom_vjp(inner: Entered) -> Callable:
+    """The primal with the VJP rule of the original equation.
+
+    The residuals are those of the user's rule, in the dtypes that the emitted forward pass gives
+    them; the backward pass is traced for the dtypes that they had.
+    """
+    return _closing_over_constants(inner, _custom_vjp)
+
+
+def _closing_over_constants(inner: Entered, wrap: Callable) -> Callable:
+    """A rule knows nothing of what the user's function closes over, its first operands.
+
+    JAX refuses to differentiate with respect to it; here it is closed over too, and JAX judges.
+    """
+    num_consts = inner.eqn.params.get("num_consts", 0)
+
+    def wrapped(*operands):
+        return wrap(inner, operands[:num_consts])(*operands[num_consts:])
+
+    return wrapped
+
+
+def _custom_jvp(inner: Entered, consts: Sequence[Any]) -> Callable:
+    eqn, start = inner.eqn, len(consts)
+    ins, outs = _inexact(eqn.invars, start), _inexact(eqn.outvars)
+    wrapped = jax.custom_jvp(lambda *args: tuple(inner.primal(*consts, *args)))
 
     @wrapped.defjvp
     def rule(primals, tangents):
@@ -59,7 +85,7 @@ def custom_jvp(inner: Entered) -> Callable:
 
         avals = [atom.aval for atom in (*eqn.invars, *(eqn.invars[k] for k in ins))]
         infos = (*inner.ins, *(inner.ins[k] for k in ins))
-        args = (*primals, *(tangents[k] for k in ins))
+        args = (*consts, *primals, *(tangents[k - start] for k in ins))
         results, *_ = inner.autocast(original, avals, infos, args)
         values = _cast(results[: len(eqn.outvars)], inner.out_dtypes)
         tangents_out: list[Any] = [_float0(var) for var in eqn.outvars]
@@ -70,16 +96,11 @@ def custom_jvp(inner: Entered) -> Callable:
     return wrapped
 
 
-def custom_vjp(inner: Entered) -> Callable:
-    """The primal with the VJP rule of the original equation.
-
-    The residuals are those of the user's rule, in the dtypes that the emitted forward pass gives
-    them; the backward pass is traced for the dtypes that they had.
-    """
-    eqn = inner.eqn
-    ins, outs = _inexact(eqn.invars), _inexact(eqn.outvars)
+def _custom_vjp(inner: Entered, consts: Sequence[Any]) -> Callable:
+    eqn, start = inner.eqn, len(consts)
+    ins, outs = _inexact(eqn.invars, start), _inexact(eqn.outvars)
     num_outs = len(eqn.outvars)
-    wrapped = jax.custom_vjp(lambda *args: tuple(inner.primal(*args)))
+    wrapped = jax.custom_vjp(lambda *args: tuple(inner.primal(*consts, *args)))
     saved: dict[str, Any] = {}  # of the forward pass, for the backward pass that follows it
 
     def forward(*args):
@@ -90,7 +111,7 @@ def custom_vjp(inner: Entered) -> Callable:
             return [*values, *residuals]
 
         results, infos, avals = inner.autocast(
-            original, [a.aval for a in eqn.invars], inner.ins, args
+            original, [a.aval for a in eqn.invars], inner.ins, (*consts, *args)
         )
         saved["infos"], saved["avals"] = infos[num_outs:], avals[num_outs:]
         values = _cast(results[:num_outs], inner.out_dtypes)
@@ -110,7 +131,7 @@ def custom_vjp(inner: Entered) -> Callable:
         gradients: list[Any] = [None] * len(eqn.invars)
         for k, gradient in zip(ins, results, strict=True):
             gradients[k] = lax.convert_element_type(gradient, inner.in_dtypes[k])
-        return tuple(gradients)
+        return tuple(gradients[start:])
 
     wrapped.defvjp(forward, backward)
     return wrapped
@@ -188,8 +209,8 @@ def matmul_to_float32(eqn: Any, compute_dtype: Any) -> Callable:
     return matmul
 
 
-def _inexact(atoms: Sequence[Any]) -> list[int]:
-    return [k for k, atom in enumerate(atoms) if jaxprs.is_inexact(atom)]
+def _inexact(atoms: Sequence[Any], start: int = 0) -> list[int]:
+    return [k for k, atom in enumerate(atoms) if k >= start and jaxprs.is_inexact(atom)]
 
 
 def _restricted(eqn: Any, args: list[Any], ins: Sequence[int]) -> tuple[Callable, tuple]:

@@ -88,7 +88,9 @@ def planned_aval(atom: Any, info: Info, plan: Plan) -> Any:
 
 def _literal(atom: Any) -> Any:
     dtype = jaxprs.dtype_of(atom)
-    return atom.val if dtype is None else np.asarray(atom.val).astype(dtype)[()]
+    if dtype is None or dtype == jax.dtypes.float0:  # a key, or the tangent of an integer
+        return atom.val
+    return np.asarray(atom.val).astype(dtype)[()]
 
 
 def cast_operands(step: Step, operands: Sequence[Any], plan: Plan) -> list[Any]:

@@ -335,3 +335,45 @@ def test_second_derivatives():
     fun = lambda x: jnp.sum(jax.nn.silu(soft_sign(x @ w) @ w))  # noqa: E731
     got, true = jax.hessian(jaxamp.autocast(fun, BF16))(x), jax.hessian(fun)(x)
     assert relative(got, true) < 16 * EPS[BF16]
+
+
+@both
+def test_the_tangent_of_an_integer_operand_of_a_custom_jvp(policy):
+    """JAX writes it into the rule as a float0 literal where the rule calls its function again."""
+
+    @jax.custom_jvp
+    def rows(x, i):
+        return x[i] * 2
+
+    rows.defjvp(lambda p, t: (rows(*p), t[0][p[1]] * 2))
+    x, w = normal(0, 4, 8), weight(1)
+    loss = lambda w: jnp.sum(rows(x @ w, jnp.array([0, 1])))  # noqa: E731
+    got, true = jax.grad(jaxamp.autocast(loss, policy))(w), jax.grad(loss)(w)
+    assert relative(got, true) < 4 * EPS[policy]
+
+
+@both
+@pytest.mark.parametrize("rule", ["jvp", "vjp"])
+def test_a_rule_whose_function_closes_over_an_array(policy, rule):
+    """JAX makes it an operand with respect to which it refuses to differentiate."""
+    x, w, closed = normal(0, 4, 8), weight(1), normal(2, 4, 8)
+    fun = lambda y: jnp.sin(y) * closed  # noqa: E731
+    if rule == "jvp":
+        mine = jax.custom_jvp(fun)
+        mine.defjvp(lambda p, t: (mine(*p), 2 * jnp.cos(p[0]) * t[0] * closed))
+    else:
+        mine = jax.custom_vjp(fun)
+        mine.defvjp(lambda y: (mine(y), y), lambda y, g: (2 * jnp.cos(y) * g * closed,))
+    loss = lambda w: jnp.sum(mine(x @ w))  # noqa: E731
+    program = jax.make_jaxpr(loss)(w)
+    assert [e.params["num_consts"] for e in program.eqns if "num_consts" in e.params] == [1]
+    got, true = jax.jit(jax.grad(jaxamp.autocast(loss, policy)))(w), jax.grad(loss)(w)
+    assert relative(got, true) < 12 * EPS[policy]
+
+
+@both
+def test_a_function_applied_to_elements(policy):
+    x, w = normal(0, 4, 8), weight(1)
+    fun = lambda x: (x @ w).at[0].apply(jnp.tanh)  # noqa: E731
+    got, true = jax.jit(jaxamp.autocast(fun, policy))(x), fun(x)
+    assert relative(got, true) < 4 * EPS[policy]
