@@ -102,10 +102,16 @@ def _custom_vjp(inner: Entered, consts: Sequence[Any]) -> Callable:
     num_outs = len(eqn.outvars)
     wrapped = jax.custom_vjp(lambda *args: tuple(inner.primal(*consts, *args)))
     saved: dict[str, Any] = {}  # of the forward pass, for the backward pass that follows it
+    symbolic = bool(eqn.params.get("symbolic_zeros"))
 
     def forward(*args):
+        saved["ins"] = ins
+        if symbolic:  # the user's rule is told what is differentiated, and so are we
+            saved["ins"] = [k for k in ins if args[k - start].perturbed]
+            args = tuple(arg.value for arg in args)
+
         def original(*args):
-            fun, at = _restricted(eqn, list(args), ins)
+            fun, at = _restricted(eqn, list(args), saved["ins"])
             values, pullback = jax.vjp(fun, *at)
             residuals, saved["tree"] = jax.tree.flatten(pullback)
             return [*values, *residuals]
@@ -126,14 +132,14 @@ def _custom_vjp(inner: Entered, consts: Sequence[Any]) -> Callable:
 
         avals = (*saved["avals"], *(eqn.outvars[k].aval for k in outs))
         infos = (*saved["infos"], *(inner.outs[k] for k in outs))
-        args = (*residuals, *(cotangents[k] for k in outs))
+        args = (*residuals, *(_instantiated(cotangents[k]) for k in outs))
         results, *_ = inner.autocast(original, avals, infos, args)
         gradients: list[Any] = [None] * len(eqn.invars)
-        for k, gradient in zip(ins, results, strict=True):
+        for k, gradient in zip(saved["ins"], results, strict=True):
             gradients[k] = lax.convert_element_type(gradient, inner.in_dtypes[k])
         return tuple(gradients[start:])
 
-    wrapped.defvjp(forward, backward)
+    wrapped.defvjp(forward, backward, symbolic_zeros=symbolic)
     return wrapped
 
 
@@ -223,6 +229,11 @@ def _restricted(eqn: Any, args: list[Any], ins: Sequence[int]) -> tuple[Callable
         return tuple(jaxprs.bind(eqn, full))
 
     return fun, tuple(args[k] for k in ins)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return lax.full(cotangent.shape, 0, cotangent.dtype) if is_zero else cotangent
 
 
 def _float0(var: Any) -> np.ndarray:
