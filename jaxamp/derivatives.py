@@ -74,18 +74,20 @@ def _custom_jvp(inner: Entered, consts: Sequence[Any]) -> Callable:
     eqn, start = inner.eqn, len(consts)
     ins, outs = _inexact(eqn.invars, start), _inexact(eqn.outvars)
     wrapped = jax.custom_jvp(lambda *args: tuple(inner.primal(*consts, *args)))
+    symbolic = bool(eqn.params.get("symbolic_zeros"))
 
-    @wrapped.defjvp
     def rule(primals, tangents):
+        moved = [k for k in ins if not isinstance(tangents[k - start], SymbolicZero)]
+
         def original(*args):
             primals, tangents = list(args[: len(eqn.invars)]), args[len(eqn.invars) :]
-            fun, at = _restricted(eqn, primals, ins)
+            fun, at = _restricted(eqn, primals, moved)
             values, tangents = jax.jvp(fun, at, tuple(tangents))
             return [*values, *(tangents[k] for k in outs)]
 
-        avals = [atom.aval for atom in (*eqn.invars, *(eqn.invars[k] for k in ins))]
-        infos = (*inner.ins, *(inner.ins[k] for k in ins))
-        args = (*consts, *primals, *(tangents[k - start] for k in ins))
+        avals = [atom.aval for atom in (*eqn.invars, *(eqn.invars[k] for k in moved))]
+        infos = (*inner.ins, *(inner.ins[k] for k in moved))
+        args = (*consts, *primals, *(tangents[k - start] for k in moved))
         results, *_ = inner.autocast(original, avals, infos, args)
         values = _cast(results[: len(eqn.outvars)], inner.out_dtypes)
         tangents_out: list[Any] = [_float0(var) for var in eqn.outvars]
@@ -93,6 +95,7 @@ def _custom_jvp(inner: Entered, consts: Sequence[Any]) -> Callable:
             tangents_out[k] = lax.convert_element_type(tangent, inner.out_dtypes[k])
         return tuple(values), tuple(tangents_out)
 
+    wrapped.defjvp(rule, symbolic_zeros=symbolic)
     return wrapped
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import linear_call
+from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -387,3 +387,24 @@ def test_a_rule_that_asks_what_is_differentiated(policy):
     got, true = jax.grad(jaxamp.autocast(loss, policy))(w), jax.grad(loss)(w)
     assert relative(got, true) < 12 * EPS[policy]
     assert set(seen) == {(True, False)}
+
+
+@both
+def test_a_jvp_rule_that_asks_what_is_differentiated(policy):
+    seen = []
+
+    @jax.custom_jvp
+    def scaled(x, scale):
+        return jnp.sin(x) * scale
+
+    def rule(primals, tangents):
+        x, scale = primals
+        seen.append(isinstance(tangents[1], SymbolicZero))
+        return scaled(x, scale), 2 * jnp.cos(x) * scale * tangents[0]
+
+    scaled.defjvp(rule, symbolic_zeros=True)
+    x, w, scale = normal(0, 4, 8), weight(1), normal(2, 4, 8)
+    loss = lambda w: jnp.sum(scaled(x @ w, scale))  # noqa: E731
+    got, true = jax.grad(jaxamp.autocast(loss, policy))(w), jax.grad(loss)(w)
+    assert relative(got, true) < 12 * EPS[policy]
+    assert set(seen) == {True}
