@@ -74,18 +74,20 @@ def _custom_jvp(inner: Entered, consts: Sequence[Any]) -> Callable:
     eqn, start = inner.eqn, len(consts)
     ins, outs = _inexact(eqn.invars, start), _inexact(eqn.outvars)
     wrapped = jax.custom_jvp(lambda *args: tuple(inner.primal(*consts, *args)))
+    symbolic = bool(eqn.params.get("symbolic_zeros"))
 
-    @wrapped.defjvp
     def rule(primals, tangents):
+        moved = [k for k in ins if not isinstance(tangents[k - start], SymbolicZero)]
+
         def original(*args):
             primals, tangents = list(args[: len(eqn.invars)]), args[len(eqn.invars) :]
-            fun, at = _restricted(eqn, primals, ins)
+            fun, at = _restricted(eqn, primals, moved)
             values, tangents = jax.jvp(fun, at, tuple(tangents))
             return [*values, *(tangents[k] for k in outs)]
 
-        avals = [atom.aval for atom in (*eqn.invars, *(eqn.invars[k] for k in ins))]
-        infos = (*inner.ins, *(inner.ins[k] for k in ins))
-        args = (*consts, *primals, *(tangents[k - start] for k in ins))
+        avals = [atom.aval for atom in (*eqn.invars, *(eqn.invars[k] for k in moved))]
+        infos = (*inner.ins, *(inner.ins[k] for k in moved))
+        args = (*consts, *primals, *(tangents[k - start] for k in moved))
         results, *_ = inner.autocast(original, avals, infos, args)
         values = _cast(results[: len(eqn.outvars)], inner.out_dtypes)
         tangents_out: list[Any] = [_float0(var) for var in eqn.outvars]
@@ -93,6 +95,7 @@ def _custom_jvp(inner: Entered, consts: Sequence[Any]) -> Callable:
             tangents_out[k] = lax.convert_element_type(tangent, inner.out_dtypes[k])
         return tuple(values), tuple(tangents_out)
 
+    wrapped.defjvp(rule, symbolic_zeros=symbolic)
     return wrapped
 
 
@@ -102,10 +105,16 @@ def _custom_vjp(inner: Entered, consts: Sequence[Any]) -> Callable:
     num_outs = len(eqn.outvars)
     wrapped = jax.custom_vjp(lambda *args: tuple(inner.primal(*consts, *args)))
     saved: dict[str, Any] = {}  # of the forward pass, for the backward pass that follows it
+    symbolic = bool(eqn.params.get("symbolic_zeros"))
 
     def forward(*args):
+        saved["ins"] = ins
+        if symbolic:  # the user's rule is told what is differentiated, and so are we
+            saved["ins"] = [k for k in ins if args[k - start].perturbed]
+            args = tuple(arg.value for arg in args)
+
         def original(*args):
-            fun, at = _restricted(eqn, list(args), ins)
+            fun, at = _restricted(eqn, list(args), saved["ins"])
             values, pullback = jax.vjp(fun, *at)
             residuals, saved["tree"] = jax.tree.flatten(pullback)
             return [*values, *residuals]
@@ -126,14 +135,14 @@ def _custom_vjp(inner: Entered, consts: Sequence[Any]) -> Callable:
 
         avals = (*saved["avals"], *(eqn.outvars[k].aval for k in outs))
         infos = (*saved["infos"], *(inner.outs[k] for k in outs))
-        args = (*residuals, *(cotangents[k] for k in outs))
+        args = (*residuals, *(_instantiated(cotangents[k]) for k in outs))
         results, *_ = inner.autocast(original, avals, infos, args)
         gradients: list[Any] = [None] * len(eqn.invars)
-        for k, gradient in zip(ins, results, strict=True):
+        for k, gradient in zip(saved["ins"], results, strict=True):
             gradients[k] = lax.convert_element_type(gradient, inner.in_dtypes[k])
         return tuple(gradients[start:])
 
-    wrapped.defvjp(forward, backward)
+    wrapped.defvjp(forward, backward, symbolic_zeros=symbolic)
     return wrapped
 
 
@@ -223,6 +232,11 @@ def _restricted(eqn: Any, args: list[Any], ins: Sequence[int]) -> tuple[Callable
         return tuple(jaxprs.bind(eqn, full))
 
     return fun, tuple(args[k] for k in ins)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return lax.full(cotangent.shape, 0, cotangent.dtype) if is_zero else cotangent
 
 
 def _float0(var: Any) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import linear_call
+from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -377,3 +377,49 @@ def test_a_function_applied_to_elements(policy):
     fun = lambda x: (x @ w).at[0].apply(jnp.tanh)  # noqa: E731
     got, true = jax.jit(jaxamp.autocast(fun, policy))(x), fun(x)
     assert relative(got, true) < 4 * EPS[policy]
+
+
+@both
+def test_a_rule_that_asks_what_is_differentiated(policy):
+    """With symbolic_zeros a rule sees which operands are perturbed; no more are, under autocast."""
+    seen = []
+
+    @jax.custom_vjp
+    def scaled(x, scale):
+        return jnp.sin(x) * scale, x
+
+    def forward(x, scale):
+        seen.append((x.perturbed, scale.perturbed))
+        return scaled(x.value, scale.value), (x.value, scale.value)
+
+    def backward(saved, cotangents):
+        g, _ = cotangents
+        return 2 * g * jnp.cos(saved[0]) * saved[1], None
+
+    scaled.defvjp(forward, backward, symbolic_zeros=True)
+    x, w, scale = normal(0, 4, 8), weight(1), normal(2, 4, 8)
+    loss = lambda w: jnp.sum(scaled(x @ w, scale)[0])  # noqa: E731
+    got, true = jax.grad(jaxamp.autocast(loss, policy))(w), jax.grad(loss)(w)
+    assert relative(got, true) < 12 * EPS[policy]
+    assert set(seen) == {(True, False)}
+
+
+@both
+def test_a_jvp_rule_that_asks_what_is_differentiated(policy):
+    seen = []
+
+    @jax.custom_jvp
+    def scaled(x, scale):
+        return jnp.sin(x) * scale
+
+    def rule(primals, tangents):
+        x, scale = primals
+        seen.append(isinstance(tangents[1], SymbolicZero))
+        return scaled(x, scale), 2 * jnp.cos(x) * scale * tangents[0]
+
+    scaled.defjvp(rule, symbolic_zeros=True)
+    x, w, scale = normal(0, 4, 8), weight(1), normal(2, 4, 8)
+    loss = lambda w: jnp.sum(scaled(x @ w, scale))  # noqa: E731
+    got, true = jax.grad(jaxamp.autocast(loss, policy))(w), jax.grad(loss)(w)
+    assert relative(got, true) < 12 * EPS[policy]
+    assert set(seen) == {True}

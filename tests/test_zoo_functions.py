@@ -236,6 +236,7 @@ def test_every_loss_is_listed():
     assert found <= set(losses())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # optax renames some of its losses
 @pytest.mark.parametrize("name", losses())
 def test_loss(name):
     fun, roundings = losses()[name]
@@ -435,7 +436,8 @@ def test_odeint():
 
     fun = lambda w: odeint(lambda y, t: jnp.tanh(w @ y) - y, X[0], jnp.linspace(0.0, 1.0, 3))  # noqa: E731
     # Adaptive steps: f rounds MATMUL + 2 times, the state integrates it over a time of 1.
-    check(fun, W, roundings=2 * (MATMUL + 2), low=True)
+    # It solves under default_matmul_precision("highest"), which is obeyed.
+    check(fun, W, roundings=2 * (MATMUL + 2), float32_matmuls=None)
 
 
 def test_graph_network_by_segment_sum():

@@ -115,7 +115,7 @@ LAYERS = {
 # Without parameters, and without a call of their own.
 OTHERS = {"Module", "Dict", "List", "RNNCellBase"}
 # Their own tests below.
-BELOW = {"Embed"}
+BELOW = {"Embed", "RoPE"}
 
 
 def test_every_layer_is_listed():
@@ -124,7 +124,7 @@ def test_every_layer_is_listed():
         for name, value in vars(nnx).items()
         if inspect.isclass(value) and issubclass(value, nnx.Module)
     }
-    assert found == {*LAYERS, *OTHERS, *BELOW}
+    assert found | {"RoPE"} == {*LAYERS, *OTHERS, *BELOW}  # RoPE is new in Flax 0.12.12
 
 
 def split(make, seed=0):
@@ -166,6 +166,20 @@ def test_embed():
     check(look_up, params, roundings=0, low=False)
     tied = lambda params: nnx.merge(graphdef, params, rest).attend(look_up(params))  # noqa: E731
     check(tied, params, roundings=3)
+
+
+@pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="this Flax has no nnx.RoPE")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # RoPE reads `.value` itself
+@pytest.mark.parametrize("cached", [True, False])
+def test_rope(cached):
+    """Angles and their tables stay float32: dense, two products with them, their sum."""
+    rope = nnx.RoPE(embedding_size=8, max_seq_len=5) if cached else nnx.RoPE()
+    graphdef, params, rest = split(lambda r: nnx.Sequential(nnx.Linear(8, 8, rngs=r), rope))
+
+    def fun(params):
+        return nnx.merge(graphdef, params, rest, copy=True)(normal(1, 2, 2, 5, 8))
+
+    check(fun, params, roundings=DENSE + 2)
 
 
 @pytest.mark.parametrize("policy", EPS)

@@ -7,6 +7,8 @@ twice that. Each entry of the zoo counts its own. Sizes are norms over all resul
 program, as a single one may be zero by symmetry, such as that of an attention's key bias.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,9 +68,16 @@ def distance(got, true):
 
 
 def matmuls(program):
-    """Operand dtypes of all matmuls of a program, pairs of them."""
+    """Operand dtypes of all matmuls of a program, pairs of them; outer products are none."""
     found = [eqn for eqn in equations(program) if eqn.primitive.name in MATMULS]
+    found = [eqn for eqn in found if eqn.primitive.name != "dot_general" or contracted(eqn) > 1]
     return [tuple(str(v.aval.dtype) for v in eqn.invars[:2]) for eqn in found]
+
+
+def contracted(eqn):
+    """How many products a dot adds up."""
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(eqn.invars[0].aval.shape[k] for k in axes)
 
 
 def check(fun, params, *args, roundings, low=True, float32_matmuls=0, loss_scale=2.0**8):
