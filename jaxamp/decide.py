@@ -150,7 +150,7 @@ class _Planner:
             info for atom, info in zip(eqn.invars, ins, strict=True) if jaxprs.is_float32(atom)
         ]
         if kind == "matmul":
-            kind, reason = _matmul_kind(eqn, reason)
+            kind, reason = _matmul_kind(eqn, _ACCUMULATOR if upgraded else reason)
         elif kind == "guarded" or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
             kind = _guarded_kind(eqn, self.policy.compute_dtype)
         if name == "scatter" and _applies_a_function(eqn):
@@ -172,6 +172,9 @@ class _Planner:
             reason = f"a constant that {self.policy.compute_dtype.name} cannot hold"
         low = kind == "matmul" or (kind == "follow" and _low(operands))
         return _step(eqn, kind, reason, ins, low, upgraded)
+
+
+_ACCUMULATOR = "a matmul of 16-bit operands; only float32 ops read it, so it gives its float32 sum"
 
 
 def _low(operands: Sequence[Info]) -> bool:

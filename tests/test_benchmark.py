@@ -49,6 +49,7 @@ def relative_distance(a, b):
     return np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [by_hand, floor])
 @pytest.mark.parametrize("model", MODELS)
 def test_written_out_model_is_the_model_in_float32(model, precision):
@@ -63,6 +64,7 @@ def test_written_out_model_is_the_model_in_float32(model, precision):
     assert relative_distance(*grads) < 5e-6  # twice as deep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "floor"])
 @pytest.mark.parametrize("layers", [Layers(unroll=True), Layers(remat=True)])
 def test_layers_are_those_of_the_scan(name, layers):
@@ -73,6 +75,7 @@ def test_layers_are_those_of_the_scan(name, layers):
     assert relative_distance(*grads) < (5e-6 if name == "float32" else 2**-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
 def test_every_variant_is_near_float32_and_none_is_float32(compute):
     config, graphdef, params, batch = of_model("rmsnorm")
@@ -161,6 +164,7 @@ def run(tmp_path, *flags):
     return code, json.loads(out.read_text()) if out.exists() else None
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path, capsys):
     few = ("--seeds", "1", "--training-steps", "1", "--repeats", "1")
     _, written = run(tmp_path, *few, "--measures", "errors", "float32", "compilations", "program")

@@ -11,7 +11,7 @@ import jaxamp
 
 def net(w, x):
     with jax.named_scope("body"):
-        x = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0]
+        x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
     with jax.named_scope("head"):
         return jnp.mean(jax.nn.logsumexp(x @ w[0], axis=-1))
 
@@ -26,6 +26,8 @@ def test_rows_say_what_and_why():
     dot = found["dot_general", "body"]
     assert (dot.from_dtype, dot.to_dtype, dot.kind) == ("float32", "bfloat16", "matmul")
     assert dot.count == 1 and "matrix units" in dot.reason
+    logits = found["dot_general", "head"]  # read by the logsumexp alone
+    assert (logits.to_dtype, logits.kind) == ("float32", "matmul") and "16-bit" in logits.reason
     assert found["exp", "head"].to_dtype == "float32" and found["exp", "head"].kind == "full"
 
 

@@ -119,11 +119,11 @@ def test_case_small_float16_gradients():
     """keras#19244: a true gradient of 2^-26 survives with scale 2^15 and is 0 without."""
 
     def loss_fn(w):
-        return jnp.asarray(w * jnp.float16(2.0**-13), jnp.float32) * 2.0**-13
+        return jnp.sum(w @ jnp.ones((2, 1))) * 2.0**-26
 
-    grad_fn = jaxamp.grad(loss_fn, "mixed_float16")
-    assert grad_fn(jnp.float32(1.0), loss_scale=DynamicLossScale(2.0**15)) == 2.0**-26
-    assert grad_fn(jnp.float32(1.0)) == 0.0
+    grad_fn, w = jaxamp.grad(loss_fn, "mixed_float16"), jnp.ones((1, 2))
+    assert (grad_fn(w, loss_scale=DynamicLossScale(2.0**15)) == 2.0**-26).all()
+    assert (grad_fn(w) == 0.0).all()
 
 
 # --- what holds for all of them

@@ -67,7 +67,8 @@ def test_float32_islands_are_not_saved(scan):
     arguments = 4 * (x.size + ws.size)
     activation = 4 * 3 * x.size  # one float32 activation per layer
     assert plain["float32"] > 2 * activation  # the norm's and the softmax's
-    assert compute["float32"] - arguments < activation / 2  # one number per row
+    # One number per row, and in the scan the residual stream between its rounds.
+    assert compute["float32"] - arguments < (activation if scan else activation / 2)
     assert compute["bfloat16"] < 0.4 * plain["bfloat16"]
 
 
