@@ -170,7 +170,7 @@ def _argument_names(fun: Callable, args: tuple) -> list[str]:
 def _path(names: Sequence[str], keys: tuple) -> str:
     """`params/head/kernel` for the leaf at `keys` of `(args, kwargs)`."""
     rest = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
-    first = str(keys[1].key) if keys[0].idx == 1 else names[keys[1].idx]
+    first = str(keys[1].key if keys[0].idx == 1 else names[keys[1].idx])
     return f"{first}/{rest}" if rest else first
 
 

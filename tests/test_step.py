@@ -106,8 +106,7 @@ def test_ignored_positions_do_not_matter():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)  # sums of 96 terms, another order
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize(("seed", "num_microbatches"), [(0, 2), (1, 4), (2, 4)])
 def test_microbatches_add_up_to_the_batch(seed, num_microbatches):
     """Also when they count different numbers of labels. Only the order of float32 sums differs."""
     config = small_config(z_loss=1e-3)
