@@ -59,13 +59,13 @@ def _plan(program, ins, policy, forced, scope, wanted_outs) -> Plan:
     jaxpr, consts = jaxprs.opened(program)
     planner = _Planner(policy, forced, scope)
     steps, outs = planner.forward(jaxpr, consts, ins, {})
-    # What is saved for the backward pass is to be 16-bit where residuals="compute".
-    is_asked = policy.residuals == "float32"
-    wanted = planner.look_ahead(jaxpr, steps, wanted_outs) if is_asked else set()
+    wanted = planner.look_ahead(jaxpr, steps, wanted_outs)
+    # Results of matmuls are saved for the backward pass, and in 16 bits where residuals="compute".
+    widened = "matmul" if policy.residuals == "float32" else "follow"
     marks = {
         k: tuple(var in wanted for var in step.eqn.outvars)
         for k, step in enumerate(steps)
-        if step.kind == "matmul" or _is_call(step)
+        if step.kind == widened or _is_call(step)
     }
     if any(map(any, marks.values())):
         steps, outs = planner.forward(jaxpr, consts, ins, marks)
@@ -150,6 +150,7 @@ class _Planner:
             info for atom, info in zip(eqn.invars, ins, strict=True) if jaxprs.is_float32(atom)
         ]
         if kind == "matmul":
+            upgraded = upgraded and not _outgrows(eqn, ins)
             kind, reason = _matmul_kind(eqn, _ACCUMULATOR if upgraded else reason)
         elif kind == "guarded" or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
             kind = _guarded_kind(eqn, self.policy.compute_dtype)
@@ -168,10 +169,19 @@ class _Planner:
         elif any(info.pinned for info in operands):
             kind, reason = "full", "reads a parameter that full= names"
         elif kind == "follow" and _low(operands) and any(info.wide for info in operands):
-            kind = "full"
-            reason = f"a constant that {self.policy.compute_dtype.name} cannot hold"
+            kind, reason = "full", self._reason_to_widen(operands)
+        elif kind == "follow" and upgraded:
+            kind, reason = "full", "only float32 ops read it"
         low = kind == "matmul" or (kind == "follow" and _low(operands))
-        return _step(eqn, kind, reason, ins, low, upgraded)
+        step = _step(eqn, kind, reason, ins, low, upgraded)
+        if kind == "matmul" and self.policy.reduce == "float32":
+            step.float32_grads = _float32_grads(eqn, ins)
+        return step
+
+    def _reason_to_widen(self, operands) -> str:
+        if any(info.const for info in operands if info.wide):
+            return f"a constant that {self.policy.compute_dtype.name} cannot hold"
+        return "a factor computed in float32 from inputs alone, such as a rotation by position"
 
 
 _ACCUMULATOR = "a matmul of 16-bit operands; only float32 ops read it, so it gives its float32 sum"
@@ -187,11 +197,14 @@ def _step(eqn, kind, reason, ins, low, float32_out=False) -> Step:
     """A step whose float32 operands all go to one dtype, and its float32 results too."""
     to_low = tuple(low if jaxprs.is_float32(atom) else None for atom in eqn.invars)
     weak = kind != "matmul" and _all_weak(eqn, ins)
+    const = all(info.const for info in ins)
+    # Rounded, such a value would shift alike all that it is multiplied with: nothing averages out.
+    computed = kind == "full" and not const
     out = Info(
         low=low and not float32_out,
         weak=weak,
-        const=all(info.const for info in ins),
-        wide=weak and kind == "follow" and any(info.wide for info in ins),
+        const=const,
+        wide=weak and (computed or (kind == "follow" and any(info.wide for info in ins))),
     )
     outs = tuple(out if jaxprs.is_float32(var) else out._replace(low=False) for var in eqn.outvars)
     return Step(eqn, kind, reason, tuple(ins), to_low, outs, float32_out=float32_out and low)
@@ -245,6 +258,31 @@ def _matmul_kind(eqn, reason) -> tuple[str, str]:
         if math.prod(eqn.invars[0].aval.shape[k] for k in contracted) <= 1:
             return "follow", "an outer product adds nothing up: it is a multiplication"
     return "matmul", reason
+
+
+def _outgrows(eqn, ins) -> bool:
+    """A weight makes far more numbers of an activation, as a language model's head does.
+
+    In float32 they would be the largest array of the program, for 2 % of the gradient's error.
+    """
+    if eqn.primitive.name != "dot_general" or not any(info.weak for info in ins):
+        return False
+    pairs = list(zip(eqn.invars, ins, strict=True))
+    activations = [atom for atom, info in pairs if not info.weak] or eqn.invars
+    read = max(atom.aval.size for atom in activations)
+    return eqn.outvars[0].aval.size > _LARGEST_GROWTH * read
+
+
+_LARGEST_GROWTH = 8
+
+
+def _float32_grads(eqn, ins) -> tuple[bool, ...]:
+    """Operands that are float32 weights: what is weak, and cast where it is used."""
+    if eqn.primitive.name != "dot_general" or eqn.params.get("out_sharding") is not None:
+        return ()
+    pairs = zip(eqn.invars, ins, strict=True)
+    weights = tuple(jaxprs.is_float32(atom) and i.weak and not i.low for atom, i in pairs)
+    return weights if any(weights) else ()
 
 
 def _guarded_kind(eqn, compute_dtype) -> str:

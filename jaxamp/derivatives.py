@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap as jax_custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import linear_call as jax_linear_call
 
-from jaxamp import jaxprs
+from jaxamp import dots, jaxprs
 from jaxamp.plans import Info
 
 
@@ -194,26 +194,35 @@ def linear_call(inner: Entered) -> Callable:
     return wrapped
 
 
-def matmul_to_float32(eqn: Any, compute_dtype: Any) -> Callable:
-    """A matmul of 16-bit operands that gives its float32 accumulator, for a float32 reader.
+def matmul(eqn: Any, compute_dtype: Any, out_dtype: Any) -> Callable:
+    """A matmul in `compute_dtype` whose gradients are in the dtypes of its operands.
 
+    The result is in `out_dtype`: float32 is the accumulator, for a reader that wants it.
     `preferred_element_type=float32` alone would make both matmuls of the backward pass float32 by
     float32; here the tangent is a 16-bit matmul, so its transpose casts the cotangent down first.
     """
+    is_dot = eqn.primitive.name == "dot_general" and eqn.params.get("out_sharding") is None
+    how = {name: eqn.params[name] for name in ("dimension_numbers", "precision") if is_dot}
 
-    @jax.custom_jvp
-    def matmul(*operands):
-        (out,) = jaxprs.bind(eqn, operands, preferred_element_type=np.dtype(np.float32))
-        return out
+    def product(*operands):
+        operands = _cast(operands, [compute_dtype] * len(operands))
+        return jaxprs.bind(eqn, operands, preferred_element_type=out_dtype)[0]
+
+    def moved(lhs, rhs, *more):
+        if is_dot:
+            return dots.rounded_dot(lhs, rhs, dtype=compute_dtype, **how)
+        return jaxprs.bind(eqn, (lhs, rhs, *more), preferred_element_type=compute_dtype)[0]
 
     def rule(primals, tangents):
-        terms = []
-        for k, tangent in enumerate(tangents):
-            if not isinstance(tangent, SymbolicZero):  # else a matmul with zeros
-                operands = (*primals[:k], tangent, *primals[k + 1 :])
-                terms += jaxprs.bind(eqn, operands, preferred_element_type=compute_dtype)
-        return matmul(*primals), lax.convert_element_type(sum(terms[1:], terms[0]), np.float32)
+        terms = [
+            moved(*primals[:k], tangent, *primals[k + 1 :])
+            for k, tangent in enumerate(tangents)
+            if not isinstance(tangent, SymbolicZero)  # else a matmul with zeros
+        ]
+        # The bare product: a remat policy such as dots_saveable looks for a `dot_general`.
+        return product(*primals), lax.convert_element_type(sum(terms[1:], terms[0]), out_dtype)
 
+    matmul = jax.custom_jvp(product)
     matmul.defjvp(rule, symbolic_zeros=True)
     return matmul
 

@@ -95,9 +95,12 @@ def _literal(atom: Any) -> Any:
 
 def cast_operands(step: Step, operands: Sequence[Any], plan: Plan) -> list[Any]:
     """Operands in the dtypes that the step wants; each use of a value has its own cast."""
+    as_they_are = step.float32_grads or (False,) * len(operands)
     return [
-        value if low is None else cast(value, atom, Info(low=low), plan)
-        for value, atom, low in zip(operands, step.eqn.invars, step.to_low, strict=True)
+        value if low is None or left else cast(value, atom, Info(low=low), plan)
+        for value, atom, low, left in zip(
+            operands, step.eqn.invars, step.to_low, as_they_are, strict=True
+        )
     ]
 
 
@@ -128,8 +131,9 @@ def _emit_step(step: Step, operands: list[Any], plan: Plan, mode: str) -> list[A
 
 def _bind(step: Step, operands: list[Any], plan: Plan) -> list[Any]:
     eqn, compute_dtype = step.eqn, plan.policy.compute_dtype
-    if step.float32_out:
-        return [derivatives.matmul_to_float32(eqn, compute_dtype)(*operands)]
+    if step.float32_out or step.float32_grads:
+        out_dtype = np.dtype(np.float32) if step.float32_out else compute_dtype
+        return [derivatives.matmul(eqn, compute_dtype, out_dtype)(*operands)]
     if eqn.primitive.name == "convert_element_type" and all(
         map(jaxprs.is_float32, (*eqn.invars, *eqn.outvars))
     ):

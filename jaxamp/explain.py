@@ -108,7 +108,6 @@ def explain(fun: Callable, policy: str | jmp.Policy) -> Callable[..., Explanatio
     >>> for row in explain(loss, "compute=bf16")(x, x).rows:
     ...     print(row.op, row.scope, row.from_dtype, row.to_dtype, row.kind, row.saved_bytes)
     exp head float32 float32 full 256
-    convert_element_type head   saved 256
     dot_general head float32 float32 matmul 0
     reduce_sum head float32 float32 full 0
     """

@@ -15,7 +15,7 @@ class Info(NamedTuple):
         low: float32 in the trace, held in the compute dtype.
         weak: made from inputs and constants alone.
         const: made from literals alone.
-        wide: weak, and may hold numbers that the compute dtype cannot.
+        wide: weak, and not to be rounded: out of the compute dtype's range, or made by a full op.
         pinned: a parameter that `policy.full` names, possibly reshaped.
     """
 
@@ -44,6 +44,8 @@ class Step:
         subs: Plans of the programs inside.
         scope: Name scopes from the outermost program on.
         float32_out: A matmul of 16-bit operands that gives its float32 accumulator.
+        float32_grads: Per operand, whether the gradient leaves its matmul as the accumulator;
+            empty: none does.
     """
 
     eqn: Any
@@ -55,6 +57,7 @@ class Step:
     subs: tuple["Plan", ...] = ()
     scope: str = ""
     float32_out: bool = False
+    float32_grads: tuple[bool, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)

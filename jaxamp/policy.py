@@ -20,10 +20,11 @@ _DTYPE_NAMES = {
 } | {name: name for name in ("float32", "bfloat16", "float16", "float64")}
 _SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 _KEYS = {"p": "params", "c": "compute", "o": "output"} | {
-    key: key for key in ("params", "compute", "output", "full", "matmul", "rules", "residuals")
+    key: key
+    for key in ("params", "compute", "output", "full", "matmul", "rules", "residuals", "reduce")
 }
 _MATMULS = ("tf32", "f8", "mxfp8", "nvfp4")
-_RESIDUALS = ("float32", "compute")
+_RESIDUALS = _REDUCE = ("float32", "compute")
 _PRESETS = {
     "float32": "params=f32,compute=f32",
     "mixed_bfloat16": "params=f32,compute=bf16",
@@ -44,6 +45,9 @@ class Policy(jmp.Policy):
         rules: kinds of primitives that differ from `jaxamp.rules`, as a mapping or sorted pairs.
         residuals: `float32` saves what the backward pass needs as it is; `compute` saves only
             16-bit values and recomputes the float32 ones.
+        reduce: in which dtype the gradient of a float32 weight leaves its matmul, and is added up
+            over devices: `float32` gives the accumulator as it is, `compute` rounds it and moves
+            half the bytes.
         reason: why this policy was chosen, for people to read. Not compared.
 
     `str(policy)` parses back with `get_policy`. jmp's own `__str__` drops what it does not know.
@@ -55,8 +59,8 @@ class Policy(jmp.Policy):
     True
 
     Raises:
-        ValueError: a dtype that is not floating, an empty glob, an unknown matmul, rule or
-            residuals.
+        ValueError: a dtype that is not floating, an empty glob, an unknown matmul, rule,
+            residuals or reduce.
     """
 
     # Anything that names a dtype is taken; a numpy dtype is kept.
@@ -67,6 +71,7 @@ class Policy(jmp.Policy):
     matmul: str | None = None
     rules: tuple[tuple[str, str], ...] = ()
     residuals: str = "float32"
+    reduce: str = "float32"
     reason: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
@@ -78,6 +83,8 @@ class Policy(jmp.Policy):
         object.__setattr__(self, "rules", checked_rules(self.rules))
         if self.residuals not in _RESIDUALS:
             raise ValueError(_unknown("residuals", self.residuals, _RESIDUALS))
+        if self.reduce not in _REDUCE:
+            raise ValueError(_unknown("reduce", self.reduce, _REDUCE))
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed.
@@ -96,6 +103,7 @@ class Policy(jmp.Policy):
             "matmul": self.matmul,
             "rules": "|".join(f"{name}:{kind}" for name, kind in self.rules),
             "residuals": "" if self.residuals == "float32" else self.residuals,
+            "reduce": "" if self.reduce == "float32" else self.reduce,
         }
         return ",".join(f"{key}={value}" for key, value in parts.items() if value)
 
@@ -110,7 +118,7 @@ def get_policy(policy: "str | jmp.Policy") -> Policy:
 
     Two departures from `jmp.get_policy`: `output` defaults to the *param* dtype rather than to the
     compute dtype, because losses and logits want range; and there are the keys `full` (globs joined
-    by `|`), `matmul`, `rules` (`name:kind`, joined by `|`) and `residuals`.
+    by `|`), `matmul`, `rules` (`name:kind`, joined by `|`), `residuals` and `reduce`.
 
     >>> get_policy("c=bf16,rules=erf:full|tan:follow,residuals=compute").rules
     (('erf', 'full'), ('tan', 'follow'))
@@ -205,6 +213,7 @@ def _parse(text: str) -> Policy:
         matmul=fields.get("matmul"),
         rules=_parse_rules(fields["rules"]) if "rules" in fields else (),
         residuals=fields.get("residuals", "float32"),
+        reduce=fields.get("reduce", "float32"),
     )
 
 

@@ -53,6 +53,11 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "full",
+        "reads a phase: rounding one of 100 moves it by a quarter of a radian in bfloat16",
+        "sin cos",
+    ),
+    (
+        "full",
         "the maximum that a softmax subtracts: with it in float32 the difference is float32 too",
         "reduce_max reduce_min cummax cummin",
     ),
@@ -65,8 +70,8 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
     (
         "follow",
         "one rounding per element: as exact as its operands",
-        "add add_any sub mul div max min neg abs sign floor ceil round tanh logistic erf erfc sin "
-        "cos atan sqrt clamp select_n eq ne lt le gt ge eq_to lt_to le_to is_finite nextafter "
+        "add add_any sub mul div max min neg abs sign floor ceil round tanh logistic erf erfc atan "
+        "sqrt clamp select_n eq ne lt le gt ge eq_to lt_to le_to is_finite nextafter "
         "one_minus_square mul_add",
     ),
     (
@@ -105,7 +110,7 @@ _GROUPS: tuple[tuple[str, str, str], ...] = (
         "compiled or called for the dtypes it was traced with",
         "pallas_call pure_callback io_callback debug_callback debug_print custom_lin "
         "custom_linear_solve call_hi_primitive custom_call ffi_call xla_call stage dce_sink "
-        "run_state core_map mosaic_call tpu_custom_call triton_call cudnn_fusion",
+        "run_state core_map mosaic_call tpu_custom_call triton_call cudnn_fusion rounded_dot",
     ),
     (
         "enter",

@@ -26,8 +26,8 @@ class _FullPrecision(contextlib.ContextDecorator):
     ...     with full_precision:
     ...         y = x @ w
     ...     return y @ w
-    >>> dots = jax.make_jaxpr(jaxamp.autocast(f, "c=bf16"))(jnp.ones((2, 2)), jnp.ones((2, 2)))
-    >>> [str(e.outvars[0].aval.dtype) for e in dots.eqns if e.primitive.name == "dot_general"]
+    >>> x = jnp.ones((2, 2))
+    >>> [row.to_dtype for row in jaxamp.explain(f, "c=bf16")(x, x).rows]
     ['float32', 'bfloat16']
 
     As a decorator, with or without parentheses:

@@ -6,7 +6,7 @@ import jmp
 import numpy as np
 import pytest
 from jax import lax
-from jaxpr_search import dtypes, equations, float32_matmuls
+from jaxpr_search import dtypes, float32_matmuls, scoped_equations
 
 import jaxamp
 
@@ -404,8 +404,8 @@ def test_scopes_and_source_lines_survive():
                 return jax.nn.relu(y) @ y
 
     program = jax.make_jaxpr(jaxamp.autocast(fun, BF16))(jnp.eye(3))
-    dots = [e for e in equations(program) if e.primitive.name == "dot_general"]
-    assert [str(e.source_info.name_stack) for e in dots] == ["outer", "outer/inner"]
+    scopes = [s for s, e in scoped_equations(program) if e.primitive.name == "dot_general"]
+    assert scopes == ["outer", "outer/inner"]
     text = jax.jit(jaxamp.autocast(fun, BF16)).lower(jnp.eye(3)).as_text(debug_info=True)
     assert "outer/inner" in text and "test_autocast.py" in text
 

@@ -69,7 +69,7 @@ def test_float32_islands_are_not_saved(scan):
     assert plain["float32"] > 2 * activation  # the norm's and the softmax's
     # One number per row, and in the scan the residual stream between its rounds.
     assert compute["float32"] - arguments < (activation if scan else activation / 2)
-    assert compute["bfloat16"] < 0.4 * plain["bfloat16"]
+    assert compute["bfloat16"] < plain["bfloat16"] / 2  # what the matmuls read and gave
 
 
 def test_a_users_checkpoint_is_respected():

@@ -245,7 +245,7 @@ def _program(report: Report, options: Options, config: Config, corpus: Corpus) -
     for remat in (False, True):
         variants = measures.of_config(config, corpus, "bf16", Layers(remat=remat))
         counts = {
-            name: compiled.float32_dots(jax.jit(variant.value_and_grad()).lower(*point).as_text())
+            name: compiled.float32_dots(variant.value_and_grad(), *point)
             for name, variant in variants.items()
         }
         name = "float32 matmuls, StableHLO" + (", dots_saveable" if remat else "")

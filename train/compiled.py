@@ -168,15 +168,17 @@ def _dtype(operand: str, dtypes: dict[str, str]) -> str | None:
     return dtypes.get(operand.split()[-1].lstrip("%"))
 
 
-def float32_dots(stablehlo_text: str) -> int:
-    """How many matmuls of two float32 operands a program has before it is compiled.
+def float32_dots(fun: Callable, *args: Any) -> int:
+    """How many matmuls of two float32 operands a program for a TPU has before it is compiled.
+
+    For a CPU autocast writes some as matmuls of float32 numbers that are rounded to 16 bits.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((2, 2))
-    >>> float32_dots(jax.jit(jnp.dot).lower(x, x).as_text())
-    1
-    >>> float32_dots(jax.jit(jnp.dot).lower(x.astype("bfloat16"), x.astype("bfloat16")).as_text())
-    0
+    >>> float32_dots(jnp.dot, x, x), float32_dots(jnp.dot, *[x.astype("bfloat16")] * 2)
+    (1, 0)
     """
+    program = jax.jit(fun).trace(*args).lower(lowering_platforms=("tpu",))
+    stablehlo_text = program.as_text()
     of_float32 = r"tensor<(?:\d+x)*f32>"
     return len(re.findall(rf"dot_general .*: \({of_float32}, {of_float32}\) ->", stablehlo_text))
