@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
+Extent = Annotated[int, Field(ge=-1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -48,8 +49,12 @@ class ModelConfig(_Frozen):
     tie_embeddings: bool = True
     dropout: Fraction = 0.0
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Attention kernel; auto: cuDNN's flash kernel on a GPU that has it, else XLA's."""
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    """Attention kernel; auto: cuDNN's flash kernel on a GPU that has it, JAX's Pallas splash kernel
+    on a TPU, else XLA's."""
+    remat: Literal["none", "dots", "full", "islands"] = "none"
+    """What the backward pass recomputes: dots all but the results of matmuls, full each whole
+    layer, islands what autocast keeps in float32."""
 
     @property
     def feed_forward_size(self) -> int:
@@ -106,6 +111,31 @@ class OptimizerConfig(_Frozen):
     """Global norm to which the unscaled gradients are clipped."""
 
 
+class MeshConfig(_Frozen):
+    """Devices in a grid with three axes; their sizes multiply up to the number of devices."""
+
+    data: Extent = -1
+    """Copies of the parameters, each on its part of the batch; -1: what the others leave."""
+    fsdp: Extent = 1
+    """Parts into which parameters, moments and the batch are cut."""
+    tensor: Extent = 1
+    """Parts into which heads, feed-forward and vocabulary are cut."""
+    reduce_dtype: Literal["f32", "compute"] = "f32"
+    """In which dtype gradients of weights are added up over devices; compute moves half the bytes
+    and rounds them."""
+
+
+class DistributedConfig(_Frozen):
+    """For jax.distributed; Cloud TPU, Slurm and Open MPI say it by themselves."""
+
+    coordinator: str | None = None
+    """host:port of process 0."""
+    num_processes: Positive | None = None
+    process_id: Natural | None = None
+    timeout_seconds: Positive = 300
+    """How long to wait for the coordinator and the other processes."""
+
+
 class Config(_Frozen):
     """One training run."""
 
@@ -120,6 +150,8 @@ class Config(_Frozen):
     """Go on from the newest whole checkpoint in workdir, or start where there is none."""
     explain: bool = False
     """Print what autocast decides for this config, op by op and why, and stop."""
+    dry_run: bool = False
+    """Print the settings, the mesh, the shardings and the memory of each device, and stop."""
     num_steps: Positive = 300
     """Optimizer steps, skipped ones included."""
     batch_size: Positive = 8
@@ -128,6 +160,10 @@ class Config(_Frozen):
     """Microbatches that a batch is cut into, to save memory; the gradients stay the same."""
     seed: Natural = 0
     """Of the initial parameters, the order of the data and the dropout."""
+    loss_chunk: Positive | None = None
+    """Tokens of a row whose logits exist at a time; None: all of them."""
+    profile_steps: str | None = None
+    """Steps to trace for XProf or Perfetto, such as 10:15; the last one is not included."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of mean(log Z squared), which keeps logits near zero."""
     eval_every_steps: Positive = 100
@@ -147,6 +183,8 @@ class Config(_Frozen):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")
     def _is_possible(self):
