@@ -194,7 +194,7 @@ def linear_call(inner: Entered) -> Callable:
     return wrapped
 
 
-def matmul(eqn: Any, compute_dtype: Any, out_dtype: Any) -> Callable:
+def matmul(eqn: Any, compute_dtype: Any, out_dtype: Any, of_weight: bool) -> Callable:
     """A matmul in `compute_dtype` whose gradients are in the dtypes of its operands.
 
     The result is in `out_dtype`: float32 is the accumulator, for a reader that wants it.
@@ -219,10 +219,12 @@ def matmul(eqn: Any, compute_dtype: Any, out_dtype: Any) -> Callable:
             for k, tangent in enumerate(tangents)
             if not isinstance(tangent, SymbolicZero)  # else a matmul with zeros
         ]
-        # The bare product: a remat policy such as dots_saveable looks for a `dot_general`.
-        return product(*primals), lax.convert_element_type(sum(terms[1:], terms[0]), out_dtype)
+        return value(*primals), lax.convert_element_type(sum(terms[1:], terms[0]), out_dtype)
 
     matmul = jax.custom_jvp(product)
+    # A remat policy such as dots_saveable looks for a `dot_general` and finds the bare product.
+    # The float32 product of two activations, such as the logits of attention, is not to be saved.
+    value = product if of_weight else matmul
     matmul.defjvp(rule, symbolic_zeros=True)
     return matmul
 

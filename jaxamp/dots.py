@@ -9,6 +9,7 @@ It is a primitive because nothing else in JAX is linear, has a transpose of one'
 batched: `custom_vjp` forbids forward mode, and `linear_call` forbids `vmap`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,9 @@ def _run_on_cpu(lhs, rhs, *, dtype, out_dtype, **params):
         return _run(lhs, rhs, dtype=dtype, out_dtype=out_dtype, **params)
     kept = jnp.finfo(dtype)
     rounded = (
-        lax.reduce_precision(lax.convert_element_type(x, out_dtype), kept.nexp, kept.nmant)
+        lax.convert_element_type(x, out_dtype)
+        if x.dtype == dtype
+        else lax.reduce_precision(x, kept.nexp, kept.nmant)
         for x in (lhs, rhs)
     )
     return _run(*rounded, dtype=out_dtype, out_dtype=out_dtype, **params)
@@ -75,7 +78,12 @@ mlir.register_lowering(
 
 @rounded_dot_p.def_impl
 def _run_now(*operands, **params):
-    return jax.jit(lambda *operands: rounded_dot_p.bind(*operands, **params))(*operands)
+    return _compiled(**params)(*operands)
+
+
+@functools.cache
+def _compiled(**params):
+    return jax.jit(lambda *operands: rounded_dot_p.bind(*operands, **params))
 
 
 @rounded_dot_p.def_abstract_eval

@@ -133,7 +133,8 @@ def _bind(step: Step, operands: list[Any], plan: Plan) -> list[Any]:
     eqn, compute_dtype = step.eqn, plan.policy.compute_dtype
     if step.float32_out or step.float32_grads:
         out_dtype = np.dtype(np.float32) if step.float32_out else compute_dtype
-        return [derivatives.matmul(eqn, compute_dtype, out_dtype)(*operands)]
+        of_weight = any(info.weak for info in step.ins)
+        return [derivatives.matmul(eqn, compute_dtype, out_dtype, of_weight)(*operands)]
     if eqn.primitive.name == "convert_element_type" and all(
         map(jaxprs.is_float32, (*eqn.invars, *eqn.outvars))
     ):
