@@ -108,19 +108,17 @@ def _transpose_lhs(cotangent, lhs, rhs, *, dimension_numbers, precision, dtype, 
 
 
 def _transpose_rhs(cotangent, lhs, rhs, *, dimension_numbers, precision, dtype, out_dtype):
+    del out_dtype
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
-    num_batch, start = len(lhs_batch), lhs.ndim - len(lhs_summed)
-    # With operands exchanged: batch, kept of rhs, kept of lhs.
-    order = [*range(num_batch), *range(start, cotangent.ndim), *range(num_batch, start)]
-    return _transpose_lhs(
-        lax.transpose(cotangent, order),
-        rhs,
-        lhs,
-        dimension_numbers=((rhs_summed, lhs_summed), (rhs_batch, lhs_batch)),
-        precision=precision[::-1] if isinstance(precision, tuple) else precision,
-        dtype=dtype,
-        out_dtype=out_dtype,
-    )
+    lhs_kept = _kept(lhs.ndim, lhs_summed, lhs_batch)
+    rhs_kept = _kept(rhs.aval.ndim, rhs_summed, rhs_batch)
+    # As above, with those of lhs summed; lhs comes first, as its axes do in a weight.
+    batch, start = range(len(lhs_batch)), len(lhs_batch)
+    numbers = ((lhs_kept, range(start, start + len(lhs_kept))), (lhs_batch, batch))
+    gradient = _bind(lhs, cotangent, numbers, precision, dtype, rhs.aval.dtype)
+    # Its axes: batch, what was summed, in the order of lhs, and kept of rhs.
+    summed = [rhs_summed[k] for k in np.argsort(lhs_summed)]
+    return lax.transpose(gradient, np.argsort([*rhs_batch, *summed, *rhs_kept]))
 
 
 ad.defbilinear(rounded_dot_p, _transpose_lhs, _transpose_rhs)
