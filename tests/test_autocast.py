@@ -340,6 +340,38 @@ def test_look_ahead_gives_float32_logits_and_16_bit_gradients():
     assert all(d[:2] == ["bfloat16"] * 2 for d in backward) and len(backward) == 2
 
 
+def test_what_is_computed_from_inputs_alone_is_not_rounded():
+    """A rotation by position, like RoPE's: products with cos and sin are float32."""
+
+    def rotate(x, w, positions):
+        y = x @ w
+        return y * jnp.cos(positions)[:, None] - y[:, ::-1] * jnp.sin(positions)[:, None]
+
+    x, w, positions = normal(0, 4, 8), normal(1, 8, 8), jnp.arange(4.0)
+    assert (
+        dtypes(jaxamp.autocast(rotate, BF16), x, w, positions, primitive="mul")
+        == [["float32"] * 3] * 2
+    )
+    scaled = lambda x, w: (x @ w) * w[:1]  # noqa: E731
+    assert dtypes(jaxamp.autocast(scaled, BF16), x, w, primitive="mul") == [["bfloat16"] * 3]
+
+
+@pytest.mark.parametrize("outputs, given", [(64, "float32"), (65, "bfloat16")])
+def test_look_ahead_leaves_a_vocabulary_in_16_bits(outputs, given):
+    """Above 8 times the numbers that a weight reads."""
+    loss = lambda w, x: jax.nn.logsumexp(jnp.tanh(x @ w[:, :8]) @ w)  # noqa: E731
+    w, x = normal(0, 8, outputs), normal(1, 4, 8)
+    assert dtypes(jaxamp.autocast(loss, BF16), w, x)[1] == ["bfloat16", "bfloat16", given]
+
+
+def test_what_only_float32_ops_read_is_not_rounded_twice():
+    """Where results of matmuls are kept in 16 bits, the scale of logits is applied in float32."""
+    fun = lambda x: jax.nn.softmax((x @ x) * 0.3)  # noqa: E731
+    lean = jaxamp.autocast(fun, BF16 + ",residuals=compute")
+    assert dtypes(lean, normal(0, 4, 4))[0][2] == "bfloat16"
+    assert dtypes(lean, normal(0, 4, 4), primitive="mul")[0] == ["float32"] * 3
+
+
 def test_rules_of_the_policy():
     fun = lambda x: lax.erf(x @ x)  # noqa: E731
     x = normal(0, 4, 4)
