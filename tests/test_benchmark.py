@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train import benchmark, compiled
+from train import benchmark, chips, compiled
 from train.config import Config, ModelConfig
 from train.figures import Figure, Report, Target, ratio, render, to_json
 from train.model import apply, create
@@ -182,7 +182,7 @@ def test_a_missing_compiler_is_one_line(tmp_path, capsys, monkeypatch):
     def missing(**_):
         raise RuntimeError("libtpu.so\nnot found")
 
-    monkeypatch.setattr(compiled.topologies, "get_topology_desc", missing)
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", missing)
     code, written = run(tmp_path, "--measures", "tpu", "gpu")
     assert code == 0
     tpu, gpu = written["skipped"]

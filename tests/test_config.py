@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Config, ConfigError, ModelConfig, load_toml, parse
+from train.config import Config, ConfigError, ModelConfig
+from train.parse import load_toml, parse
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 

@@ -7,7 +7,6 @@ sums of up to 128 terms count as at most sqrt(128) = 11 more each.
 
 import functools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -444,44 +443,46 @@ def test_jit_grad_and_vmap():
         jax.tree.map(close, jax.tree.map(lambda leaf, i=i: leaf[i], grads), grad)
 
 
-def device(platform, capability=None):
-    return types.SimpleNamespace(
-        platform=platform, compute_capability=capability, device_kind=f"{platform} {capability}"
+def with_remat(remat):
+    return made(SMALL.model_copy(update={"remat": remat, "dropout": 0.2}))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("remat", ("dots", "full"))
+def test_recomputing_changes_no_bit_of_loss_and_gradients(remat, seed):
+    _, params = made(SMALL, seed)
+    args = params, some_tokens(seed), jax.random.key(seed)
+    expected = loss_and_grads(with_remat("none")[0], *args)
+    jax.tree.map(
+        np.testing.assert_array_equal, expected, loss_and_grads(with_remat(remat)[0], *args)
     )
 
 
-@pytest.mark.parametrize(
-    ("where", "dtype", "head_dim", "expected", "because"),
-    [
-        (device("gpu", "9.0"), "bfloat16", 64, "cudnn", "flash kernel for bfloat16"),
-        (device("gpu", "8.0"), "float16", 128, "cudnn", "flash kernel for float16"),
-        (device("gpu", "10.0"), "bfloat16", 256, "cudnn", "flash kernel"),
-        (device("gpu", "8.9"), "bfloat16", 256, "xla", "up to 128, not 256"),
-        (device("gpu", "9.0"), "bfloat16", 36, "xla", "8 divides"),
-        (device("gpu", "9.0"), "float32", 64, "xla", "16-bit operands, not float32"),
-        (device("gpu", "7.5"), "float16", 64, "xla", "compute capability 8.0"),
-        (device("gpu", "gfx90a"), "bfloat16", 64, "xla", "NVIDIA"),
-        (device("tpu"), "bfloat16", 128, "xla", "NVIDIA"),
-        (device("cpu"), "bfloat16", 64, "xla", "NVIDIA"),
-    ],
-)
-def test_the_attention_kernel(where, dtype, head_dim, expected, because):
-    config = ModelConfig(d_model=2 * head_dim, n_heads=2)
-    name, reason = model.attention_implementation(config, dtype, where)
-    assert name == expected
-    assert because in reason
-    demanded = config.model_copy(update={"attention": "cudnn"})
-    if expected == "xla":
-        with pytest.raises(ValueError, match=f"attention 'cudnn' cannot run: .*{because}"):
-            model.attention_implementation(demanded, dtype, where)
-    else:
-        assert model.attention_implementation(demanded, dtype, where)[0] == "cudnn"
-    spared = config.model_copy(update={"attention": "xla"})
-    assert model.attention_implementation(spared, dtype, where)[0] == "xla"
+def test_recomputing_saves_less():
+    """`full` saves the input of each layer, `dots` results of matmuls and no T x T logits."""
+    batch, length = 2, 64
+    tokens = some_tokens(batch=batch, length=length + 1)
+
+    def saved(remat):
+        graphdef, params = with_remat(remat)
+        loss = functools.partial(mean_loss, graphdef, tokens=tokens)
+        pullback = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params)
+        layers = [x for x in jax.tree.leaves(pullback) if x.shape[:2] == (3, batch)]
+        return sum(x.size * x.dtype.itemsize for x in layers), {x.shape for x in layers}
+
+    saved_bytes = {remat: saved(remat)[0] for remat in ("none", "dots", "full")}
+    assert saved_bytes["full"] == 3 * batch * length * 32 * 4
+    assert saved_bytes["full"] < saved_bytes["dots"] < saved_bytes["none"] / 2
+    shapes = {remat: saved(remat)[1] for remat in ("none", "dots")}
+    assert any(shape[-2:] == (length, length) for shape in shapes["none"])
+    assert not any(shape[-2:] == (length, length) for shape in shapes["dots"])
 
 
-def test_a_kernel_demanded_in_vain_is_an_error_of_one_line():
-    graphdef, params = made(SMALL.model_copy(update={"attention": "cudnn"}))
-    with pytest.raises(ValueError, match="attention 'cudnn' cannot run") as raised:
-        model.apply(graphdef, params, some_tokens())
-    assert "\n" not in str(raised.value)
+def test_the_head_takes_some_of_the_tokens():
+    graphdef, params = made(FLAVOURS["untied"])
+    x = model.hidden(graphdef, params, some_tokens())
+    assert x.shape == (2, 12, 32)
+    np.testing.assert_array_equal(
+        quick(model.head, static_argnums=0)(graphdef, params, x[:, 3:5]),
+        quick(model.head, static_argnums=0)(graphdef, params, x)[:, 3:5],
+    )

@@ -16,9 +16,9 @@ import pytest
 import jaxamp
 from train import loop
 from train.checkpoint import Checkpointer
-from train.config import load_json
 from train.generate import main as generate
 from train.loop import BadSteps
+from train.parse import load_json
 from train.run import main
 from train.step import at_floor
 

@@ -17,11 +17,13 @@ from train.step import (
     cross_entropy,
     decayed,
     init_state,
+    loss_sums,
     make_eval_step,
     make_loss_fn,
     make_schedule,
     make_train_step,
     nonfinite_gradients,
+    with_remat,
 )
 
 VOCAB = 31
@@ -158,7 +160,7 @@ def test_training_lowers_the_loss_and_keeps_float32(policy):
     floating = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert all(leaf.dtype == jnp.float32 for leaf in floating)
     assert step._cache_size() == 1
-    nll, count = make_eval_step(graphdef, jaxamp.get_policy(policy))(state.params, batch)
+    nll, count = make_eval_step(config, graphdef, jaxamp.get_policy(policy))(state.params, batch)
     assert float(nll / count) < losses[0] - 0.5
 
 
@@ -220,3 +222,102 @@ def test_dropout_differs_by_step_and_microbatch_and_is_reproducible():
     _, again = step(jax.tree.map(jnp.array, keep), random_batch(0))
     _, later = step(keep._replace(step=jnp.int32(1)), random_batch(0))
     assert first["train/loss"] == again["train/loss"] != later["train/loss"]
+
+
+def loss_and_gradients(config, policy="float32", seed=0):
+    """`((loss, nll), gradients)` of a random batch."""
+    graphdef, state, _ = start(config, policy)
+    grad_fn = jaxamp.value_and_grad(make_loss_fn(config, graphdef), policy, has_aux=True)
+    key = jax.random.key(seed)
+    return jax.jit(grad_fn)(state.params, random_batch(seed), key, jnp.int32(70))
+
+
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.float32
+        # About 100 additions of terms up to the largest entry, in another order: 100 * 2^-24 of it.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=100 * 2.0**-24 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize(("seed", "chunk", "tie"), [(0, 4, True), (1, 5, False), (2, 99, True)])
+def test_the_loss_in_chunks_is_the_loss(seed, chunk, tie):
+    """Also where the chunk does not divide the 12 tokens or is longer than they are."""
+    model = SMALL.model_copy(update={"tie_embeddings": tie, "dropout": 0.1})
+    config = small_config(model=model, z_loss=1e-2)
+    whole = loss_and_gradients(config, seed=seed)
+    chunked = loss_and_gradients(config.model_copy(update={"loss_chunk": chunk}), seed=seed)
+    assert_close(chunked, whole)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "f16"])
+def test_chunks_add_up_in_float32_under_autocast(compute):
+    """The head's gradient is a sum over 12 chunks; in 16 bits it would be off by 2^-9 of itself."""
+    config = small_config(model=SMALL.model_copy(update={"tie_embeddings": False}))
+    chunked = config.model_copy(update={"loss_chunk": 1})
+    policy = f"compute={compute}"
+    whole, parts = loss_and_gradients(config, policy), loss_and_gradients(chunked, policy)
+    losses, heads = zip(*((losses, grads["head"]) for losses, grads in (whole, parts)), strict=True)
+    assert_close(losses[1], losses[0])
+    assert_close(heads[1], heads[0])
+
+
+def test_evaluation_in_chunks_is_evaluation():
+    config = small_config()
+    graphdef, state, _ = start(config)
+    evaluate = lambda config: make_eval_step(config, graphdef, jaxamp.get_policy("float32"))(  # noqa: E731
+        state.params, random_batch(3)
+    )
+    whole, parts = evaluate(config), evaluate(config.model_copy(update={"loss_chunk": 5}))
+    np.testing.assert_allclose(parts[0], whole[0], rtol=100 * 2.0**-24)  # 96 terms
+    assert parts[1] == whole[1] and parts[1].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("policy", ["float32", "compute=bf16"])
+def test_chunks_never_hold_all_logits(policy):
+    vocab, length = 32768, 128
+    config = small_config(model=SMALL.model_copy(update={"n_layers": 1}))
+    mixed = jaxamp.get_policy(policy)
+    graphdef, state = nnx.eval_shape(lambda: init_state(config, vocab, mixed))
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+    def temp_bytes(chunk, differentiate):
+        def loss(params, batch):
+            return loss_sums(graphdef, params, batch, chunk=chunk)[0]
+
+        fun = jaxamp.value_and_grad(loss, mixed) if differentiate else jaxamp.autocast(loss, mixed)
+        program = jax.jit(fun).lower(state.params, {"tokens": ids, "labels": ids}).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    logits_bytes = 2 * length * vocab * 4
+    for differentiate in (False, True):
+        assert temp_bytes(None, differentiate) > logits_bytes
+        assert temp_bytes(8, differentiate) < logits_bytes / 2
+
+
+def test_islands_are_the_policys():
+    policy = jaxamp.get_policy("compute=bf16")
+    for remat, residuals in (("none", "float32"), ("full", "float32"), ("islands", "compute")):
+        config = small_config(model=SMALL.model_copy(update={"remat": remat}))
+        assert with_remat(policy, config).residuals == residuals
+    asked = policy.replace(residuals="compute")
+    assert with_remat(asked, small_config()) == asked
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_a_step_that_recomputes_is_the_step(remat):
+    found, expected = (one_step(remat, "float32")[0] for remat in (remat, "none"))
+    assert leaves_equal(found, expected)
+
+
+def test_a_step_with_islands_is_near_the_step():
+    """What it recomputes starts from 16-bit values: eps x 2 layers x 8 roundings in each."""
+    found, expected = (one_step(r, "mixed_bfloat16")[1] for r in ("islands", "none"))
+    assert float(found) == pytest.approx(float(expected), rel=2**-8 * 2 * 8)
+    assert found != expected  # it did something
+
+
+def one_step(remat, policy):
+    """Parameters after a step, and its gradient norm."""
+    _, state, step = start(small_config(model=SMALL.model_copy(update={"remat": remat})), policy)
+    state, metrics = step(state, random_batch(0))
+    return state.params, metrics["train/grad_norm"]

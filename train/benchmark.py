@@ -19,9 +19,11 @@ import tyro
 
 import jaxamp
 from train import compiled, measures
-from train.config import Config, load_toml, parse_flags
+from train.chips import NoCompiler, find_target
+from train.config import Config
 from train.data import Corpus, load
 from train.figures import Figure, Report, Target, ratio, render, to_json
+from train.parse import load_toml, parse_flags
 from train.variants import Layers, Variant, make_variants
 
 ABOUT = """Measure autocast against float32, 16 bits by hand, jmp's cast of the whole tree, and the
@@ -114,7 +116,7 @@ def _measure(options: Options) -> Report:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         try:
             measure(report, options, config, corpus)
-        except compiled.NoCompiler as error:
+        except NoCompiler as error:
             report.skipped.append(f"{name}: {error}")
     return report
 
@@ -161,7 +163,7 @@ def _compilations(report: Report, options: Options, config: Config, corpus: Corp
 
 
 def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    device = compiled.tpu_device()
+    device = find_target("v5e:2x2").devices[0]
     plain = _compile_all(*_for_chip(options.chip, config), device)
     variants, shapes = _for_chip(options.chip, config, remat=True)
     pair = {name: variants[name] for name in ("by hand", "autocast")}
@@ -188,7 +190,7 @@ def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> No
 
 
 def _gpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    device = compiled.h100_device()
+    device = find_target("h100").devices[0]
     variants, shapes = _for_chip(options.chip, config)
     pair = {name: variants[name] for name in ("by hand", "autocast")}
     figures = _compile_all(pair, shapes, device)

@@ -22,10 +22,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 import jaxamp
-from train.config import Config, load_json
+from train.config import Config, MeshConfig
+from train.distributed import is_writer
+from train.mesh import make_mesh, state_shardings
+from train.parse import load_json
 from train.resume import CheckpointError, convert, refuse_other_run
 from train.step import TrainState, init_state
 
@@ -50,8 +55,10 @@ class Restored:
 class Checkpointer:
     """Writes and reads the checkpoints under `workdir/checkpoints`."""
 
-    def __init__(self, workdir: Path, keep: int):
+    def __init__(self, workdir: Path, keep: int, mesh: Mesh | None = None):
+        """With a mesh the state comes back as it lies there, else on one device."""
         _hush_orbax()
+        self._mesh = mesh
         self._directory = (workdir / "checkpoints").resolve()
         kept = AnyPreservationPolicy(
             [LatestN(keep), BestN(get_metric_fn=_eval_loss, reverse=True, n=1)]
@@ -149,7 +156,7 @@ class Checkpointer:
             if zlib.crc32(written["text"].encode()) != written["crc32"]:
                 raise Damaged("its description is not what was written")
             meta = json.loads(written["text"])
-        target = abstract_state(_config_of(step, meta), meta["vocab_size"])
+        target = abstract_state(_config_of(step, meta), meta["vocab_size"], self._mesh)
         with _as_damage():
             items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
             state = self._manager.restore(step, args=items)["state"]
@@ -158,11 +165,12 @@ class Checkpointer:
         return meta, state
 
     def _set_aside(self, steps: list[int]) -> None:
-        for step in steps:
-            aside = self._directory.parent / "damaged"
+        aside = self._directory.parent / "damaged"
+        for step in steps if is_writer() else []:
             aside.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(aside / str(step))
         if steps:
+            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
             self._manager.reload()
 
     @contextmanager
@@ -244,10 +252,17 @@ def checksum(tree: Any) -> jax.Array:
     return jnp.sum(jnp.stack(sums) * weights, dtype=jnp.uint32)
 
 
-def abstract_state(config: Config, vocab_size: int) -> TrainState:
-    """Shapes and dtypes of the train state of a config."""
+def abstract_state(config: Config, vocab_size: int, mesh: Mesh | None = None) -> TrainState:
+    """Shapes, dtypes and shardings of the train state of a config."""
     policy = jaxamp.get_policy(config.policy)
-    return jax.eval_shape(lambda: init_state(config, vocab_size, policy)[1])
+    shapes = jax.eval_shape(lambda: init_state(config, vocab_size, policy)[1])
+    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1]) if mesh is None else mesh
+    shardings = state_shardings(mesh, shapes)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
 
 
 def _config_of(step: int, meta: dict) -> Config:

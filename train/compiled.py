@@ -1,59 +1,14 @@
 """What a program compiled for a chip that is not here will do: memory, bytes, dtypes of matmuls."""
 
-import os
 import re
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.variants import Variant
-
-# Each says no more to libtpu than which chip to compile for: it looks for none.
-_TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-
-
-# XLA's GpuTargetConfigProto, from the data sheet of the H100 SXM and the CUDA programming guide's
-# table for compute capability 9.0.
-_H100 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-runtime_version { major: 13 }
-dnn_version_info { major: 9 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_memory_size: 85899345920
-  memory_bandwidth: 3350000000000
-  l2_cache_size: 52428800
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-}
-"""
-
-
-class NoCompiler(RuntimeError):
-    """The compiler of a chip is not installed; one line that says how to install it."""
 
 
 class Figures(NamedTuple):
@@ -73,41 +28,6 @@ class Figures(NamedTuple):
 
 # The inputs of loss and gradients as shapes: parameters, and a batch of tokens and labels.
 Shapes = tuple[Any, Any]
-
-
-def tpu_device() -> Any:
-    """A TPU v5e to compile for, without having one.
-
-    Raises:
-        NoCompiler: libtpu is not installed, or does not start.
-    """
-    for name, value in _TPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-    except Exception as error:  # plugin and libtpu each raise what they like
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NoCompiler(
-            f"no TPU compiler, install it with: pip install 'jax[tpu]=={version('jax')}' ({reason})"
-        ) from None
-
-
-def h100_device() -> Any:
-    """An NVIDIA H100 to compile for, without having one.
-
-    Raises:
-        NoCompiler: the CUDA plugin or nvcc is not installed, or does not start.
-    """
-    try:
-        return topologies.get_topology_desc(
-            platform="cuda", target_config=_H100, topology="1x1x1"
-        ).devices[0]
-    except Exception as error:  # as above
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NoCompiler(
-            "no CUDA compiler, install it with: pip install "
-            f"jax-cuda13-plugin=={version('jax')} nvidia-cuda-nvcc ({reason})"
-        ) from None
 
 
 def compile_for(device: Any, fun: Callable, shapes: Shapes) -> Any:

@@ -19,7 +19,8 @@ from jax.typing import ArrayLike
 import jaxamp
 from train import model
 from train.checkpoint import load_params
-from train.config import ModelConfig, parse_flags
+from train.config import ModelConfig
+from train.parse import parse_flags
 from train.tokenizer import Tokenizer, load_tokenizer
 
 ABOUT = "Go on from a prompt with the model of a run of train.run."

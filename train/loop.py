@@ -1,21 +1,25 @@
 """The loop: data in, steps, metrics one step late, evaluation, checkpoints, a clean end."""
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 import jaxamp
 from train.checkpoint import Checkpointer
+from train.chips import peak_flops
 from train.config import Config
 from train.data import Corpus, eval_batches, train_batches
-from train.metrics import MetricsWriter
+from train.distributed import is_writer, say
+from train.flops import model_flops_per_token
+from train.mesh import data_part, global_batch, state_shardings
+from train.metrics import MetricsWriter, memory_metrics
+from train.preemption import stop_signals
+from train.profile import Profiler
 from train.progress import Meter, Progress
 from train.step import (
     TrainState,
@@ -41,6 +45,22 @@ class Outcome:
     stopped_by: str | None
 
 
+class _Report:
+    """What the one process that writes does with the numbers of a step."""
+
+    def __init__(self, workdir: Path, num_steps: int, first_step: int):
+        self.writer = MetricsWriter(workdir, first_step + 1)
+        self.progress = Progress(num_steps, first_step)
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        self.writer.write(step, values)
+        self.progress.show(step, values)
+
+    def close(self) -> None:
+        self.progress.close()
+        self.writer.close()
+
+
 class BadSteps:
     """Counts non-finite steps in a row at the lowest loss scale.
 
@@ -58,34 +78,42 @@ class BadSteps:
 
 
 class Start(NamedTuple):
-    """Where a run starts or goes on: structure, state, the iterator over the data."""
+    """Where a run starts or goes on: the mesh, structure, state, the iterator over the data."""
 
+    mesh: Mesh
     graphdef: nnx.GraphDef
     state: TrainState
     batches: Any
     checkpointer: Checkpointer
 
 
-def prepare(config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path) -> Start:
+def prepare(
+    config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path, mesh: Mesh
+) -> Start:
     """A fresh start, or with `resume` the newest whole checkpoint; says which.
 
     Raises:
         CheckpointError: the checkpoint is of another run, or all of them are damaged.
     """
-    checkpointer = Checkpointer(workdir, config.keep_checkpoints)
-    batches = train_batches(corpus, config.batch_size, config.seed)
-    graphdef, _ = structure(config, corpus, policy)
+    checkpointer = Checkpointer(workdir, config.keep_checkpoints, mesh)
+    batches = train_batches(
+        corpus, config.batch_size, config.seed, *data_part(mesh, config.batch_size)
+    )
+    graphdef, shapes = structure(config, corpus, policy)
     restored = None
     if config.resume:
         restored = checkpointer.restore(config, corpus.vocab_size, corpus.fingerprint)
         for note in restored.notes if restored else ["no checkpoint there, starting at step 0"]:
-            print(f"resume: {note}")
+            say(f"resume: {note}")
     if restored is None:
-        init = jax.jit(lambda: init_state(config, corpus.vocab_size, policy)[1])
-        return Start(graphdef, init(), batches, checkpointer)
+        init = jax.jit(
+            lambda: init_state(config, corpus.vocab_size, policy)[1],
+            out_shardings=state_shardings(mesh, shapes),
+        )
+        return Start(mesh, graphdef, init(), batches, checkpointer)
     batches.set_state(restored.data_state)
-    print(f"resume: going on from step {int(restored.state.step)}")
-    return Start(graphdef, restored.state, batches, checkpointer)
+    say(f"resume: going on from step {int(restored.state.step)}")
+    return Start(mesh, graphdef, restored.state, batches, checkpointer)
 
 
 def train(
@@ -97,32 +125,30 @@ def train(
         BadRun: `max_bad_steps` non-finite steps in a row at the lowest loss scale.
         CheckpointError: a checkpoint cannot be written.
     """
-    graphdef, state, batches, checkpointer = start
+    mesh, graphdef, state, batches, checkpointer = start
     train_step = make_train_step(config, graphdef, policy)
-    eval_step = make_eval_step(graphdef, policy)
+    eval_step = make_eval_step(config, graphdef, policy)
     first_step = int(state.step)
-    writer = MetricsWriter(workdir, first_step + 1)
-    progress = Progress(config.num_steps, first_step)
-    meter = Meter(config.batch_size * config.data.seq_len)
+    report = _Report(workdir, config.num_steps, first_step) if is_writer() else None
+    meter = _meter(config, policy, mesh, state.params)
+    profiler = Profiler(config.profile_window if report else range(0), workdir, meter.pause)
     bad_steps = BadSteps(config.max_bad_steps)
     values = _last_metrics(workdir)
-    pending = None
+    pending = stopped_by = None
 
     def finish(pending: tuple[int, Any, Any], *, evaluate: bool) -> dict[str, float]:
         """Waits for a step that was sent to the device, and reports it."""
         step, metrics, batch = pending
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         grads_finite, floor = values.pop("amp/grads_finite"), values.pop("amp/at_floor")
-        speed = meter.lap()
-        if speed is not None:
-            values["perf/tokens_per_second"] = speed
+        values |= meter.lap() | memory_metrics()
         if evaluate:
-            values["eval/loss"] = evaluation(eval_step, state.params, corpus, config)
+            values["eval/loss"] = evaluation(eval_step, state.params, corpus, config, mesh)
             meter.pause()
-        writer.write(step, values)
-        progress.show(step, values)
-        if not grads_finite and values["amp/skipped_steps"] == 1 and not _has_scale(policy):
-            progress.say(_first_skip(step, policy))
+        if report:
+            report.step(step, values)
+            if not grads_finite and values["amp/skipped_steps"] == 1 and not _has_scale(policy):
+                report.progress.say(_first_skip(step, policy))
         if bad_steps.are_too_many(grads_finite, floor):
             leaves = nonfinite_gradients(config, graphdef, policy, state, batch, step)
             raise BadRun(_too_many_bad_steps(step, values, bad_steps.limit, leaves, policy))
@@ -134,22 +160,23 @@ def train(
         meter.pause()
 
     try:
-        with _signals() as received:
+        with stop_signals() as stopped, jax.set_mesh(mesh):
             for step in range(first_step + 1, config.num_steps + 1):
-                batch = next(batches)
-                state, metrics = train_step(state, batch)
+                batch = global_batch(mesh, next(batches), config.batch_size)
+                state, metrics = profiler.run(step, train_step, state, batch)
                 if pending is not None:
                     values = finish(pending, evaluate=False)
                 checkpointer.check()
                 pending = (step, metrics, batch)
-                last = step == config.num_steps or bool(received)
+                stopped_by = stopped(step)
+                last = step == config.num_steps or stopped_by is not None
                 evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
                 saves = step % config.checkpoint_every_steps == 0 or last
                 if evaluate or saves:
                     values, pending = finish(pending, evaluate=evaluate), None
                 if saves:
                     save(values.get("eval/loss"))
-                if received:
+                if stopped_by:
                     break
             checkpointer.wait()
     except BadRun:
@@ -157,20 +184,18 @@ def train(
         checkpointer.wait()
         raise
     finally:
-        progress.close()
-        writer.close()
+        profiler.close(state)
+        if report:
+            report.close()
         checkpointer.close()
-    if meter.average is not None:
-        values = values | {"perf/tokens_per_second": meter.average}
-    return Outcome(int(state.step), values, state, graphdef, received[0] if received else None)
+    return Outcome(int(state.step), values | meter.average, state, graphdef, stopped_by)
 
 
-def evaluation(eval_step: Any, params: Any, corpus: Corpus, config: Config) -> float:
+def evaluation(eval_step: Any, params: Any, corpus: Corpus, config: Config, mesh: Mesh) -> float:
     """Mean negative log likelihood of the held-out tokens, in nats."""
-    sums = [
-        eval_step(params, batch)
-        for batch in eval_batches(corpus, config.batch_size, config.eval_batches)
-    ]
+    size = config.batch_size
+    batches = eval_batches(corpus, size, config.eval_batches, *data_part(mesh, size))
+    sums = [eval_step(params, global_batch(mesh, batch, size)) for batch in batches]
     nll, count = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
     return nll / count
 
@@ -180,22 +205,11 @@ def structure(config: Config, corpus: Corpus, policy: jaxamp.Policy):
     return nnx.eval_shape(lambda: init_state(config, corpus.vocab_size, policy))
 
 
-@contextmanager
-def _signals() -> Iterator[list[str]]:
-    """Names of the signals received inside. The first asks for a clean end, a second insists."""
-    received: list[str] = []
-
-    def note(number: int, frame: Any) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _meter(config: Config, policy: jaxamp.Policy, mesh: Mesh, params: Any) -> Meter:
+    tokens = config.batch_size * config.data.seq_len
+    flops = model_flops_per_token(params, config.model, config.data.seq_len)
+    peak = peak_flops(mesh.devices.flat[0].device_kind, policy.compute_dtype)
+    return Meter(tokens, flops, None if peak is None else peak * mesh.size)
 
 
 def _last_metrics(workdir: Path) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -42,6 +43,13 @@ class MetricsWriter:
     def close(self) -> None:
         self._lines.close()
         self._events.close()
+
+
+def memory_metrics() -> dict[str, float]:
+    """The most bytes that a device of this process has held; nothing on a CPU: it counts none."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [peak for stat in stats if (peak := stat.get("peak_bytes_in_use"))]
+    return {"perf/peak_memory_bytes": max(peaks)} if peaks else {}
 
 
 def _keep_before(path: Path, first_step: int) -> None:

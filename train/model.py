@@ -1,8 +1,7 @@
 """The model: a pre-norm decoder-only Transformer, written as a plain float32 program.
 
 Precision is not the model's business: `jaxamp.autocast` decides it from outside, op by op. One
-place knows about dtypes, the attention: its kernels demand operands of one dtype, and cuDNN's
-demands 16 bits.
+place knows about dtypes, `train.attention`: its kernels demand operands of one dtype.
 
 Parameters are a nested dict of arrays; those of the layers are stacked, `[n_layers, ...]`, under
 `blocks`, and one traced layer is run n_layers times by `jax.lax.scan`.
@@ -13,7 +12,7 @@ D head size, V vocabulary.
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,12 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
+from train.attention import SAVED, attend, causal_attention
 from train.config import ModelConfig
+from train.mesh import constrain
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]
-Kernel = Literal["xla", "cudnn"]
 
 
 def create(
@@ -33,8 +33,8 @@ def create(
 ) -> tuple[nnx.GraphDef, Params]:
     """The model's structure and fresh float32 parameters; also under jit and `jax.eval_shape`.
 
-    `kernel_dtype` is what an attention kernel that demands 16 bits is given: the policy's compute
-    dtype. None: such kernels run only where the parameters are 16-bit.
+    `kernel_dtype` is what a flash kernel of attention is given: the policy's compute dtype. None:
+    the dtype of the parameters.
     """
     dtype = None if kernel_dtype is None else jnp.dtype(kernel_dtype)
     graphdef, state = nnx.split(Transformer(config, vocab_size, nnx.Rngs(key), dtype))
@@ -48,7 +48,22 @@ def apply(
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Logits [B, T, V] in the dtype of `params`; dropout only when there is a key."""
-    return nnx.merge(graphdef, params)(tokens_BxT, dropout_key=dropout_key)
+    return head(graphdef, params, hidden(graphdef, params, tokens_BxT, dropout_key))
+
+
+def hidden(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokens_BxT: jax.Array,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """What the head turns into logits: the final norm's [B, T, E]."""
+    return nnx.merge(graphdef, params).hidden(tokens_BxT, None, 0, dropout_key)[0]
+
+
+def head(graphdef: nnx.GraphDef, params: Params, x_BxTxE: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of what `hidden` gives, or of some of its tokens."""
+    return nnx.merge(graphdef, params).logits(x_BxTxE)
 
 
 def init_cache(config: ModelConfig, batch: int, length: int, dtype: DTypeLike) -> Cache:
@@ -65,44 +80,13 @@ def apply_with_cache(
 
     The caller keeps position + T within the cache: XLA clamps a write that would leave it.
     """
-    return nnx.merge(graphdef, params).extend(tokens_BxT, cache, position)
+    model = nnx.merge(graphdef, params)
+    x_BxTxE, cache = model.hidden(tokens_BxT, cache, position, None)
+    return model.logits(x_BxTxE), cache
 
 
 def count_params(params: Params) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
-
-def attention_implementation(
-    config: ModelConfig, dtype: DTypeLike, device: Any = None
-) -> tuple[Kernel, str]:
-    """The attention kernel for operands of `dtype`, and why.
-
-    Raises:
-        ValueError: `config.attention` is 'cudnn' and cuDNN's kernel cannot run.
-    """
-    device = jax.devices()[0] if device is None else device
-    obstacle = _cudnn_obstacle(config.d_model // config.n_heads, jnp.dtype(dtype), device)
-    if config.attention == "cudnn" and obstacle:
-        raise ValueError(f"attention 'cudnn' cannot run: {obstacle}; use 'auto' or 'xla'")
-    if config.attention != "auto":
-        return config.attention, "asked for by model.attention"
-    if obstacle:
-        return "xla", obstacle
-    return "cudnn", f"{device.device_kind} has cuDNN's flash kernel for {jnp.dtype(dtype)}"
-
-
-def _cudnn_obstacle(head_dim: int, dtype: jnp.dtype, device: Any) -> str | None:
-    major = str(getattr(device, "compute_capability", "")).split(".")[0]
-    if device.platform not in ("gpu", "cuda") or not major.isdigit():  # AMD's are like "gfx90a"
-        return f"cuDNN needs an NVIDIA GPU, and the device is {device.device_kind}"
-    if int(major) < 8:
-        return f"cuDNN needs compute capability 8.0, {device.device_kind} has less"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN needs 16-bit operands, not {dtype}"
-    largest = 256 if int(major) >= 9 else 128
-    if head_dim % 8 or head_dim > largest:
-        return f"cuDNN needs a head size that 8 divides, up to {largest}, not {head_dim}"
-    return None
 
 
 class Transformer(nnx.Module):
@@ -118,34 +102,47 @@ class Transformer(nnx.Module):
         self.head = None if tied else _linear(config.d_model, vocab_size, rngs, _small)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens_BxT: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
-        logits_BxTxV, _ = self._forward(tokens_BxT, None, 0, dropout_key)
-        return logits_BxTxV
-
-    def extend(
-        self, tokens_BxT: jax.Array, cache: Cache, position: ArrayLike
-    ) -> tuple[jax.Array, Cache]:
-        return self._forward(tokens_BxT, cache, position, None)
-
-    def _forward(self, tokens_BxT, cache, position, dropout_key) -> tuple[jax.Array, Any]:
+    def hidden(self, tokens_BxT, cache, position, dropout_key) -> tuple[jax.Array, Any]:
         embed_key, layer_keys = _split_for_layers(dropout_key, self.config.n_layers)
         with jax.named_scope("embed"):
             x_BxTxE = self.embed(tokens_BxT)
             x_BxTxE = self.dropout(x_BxTxE, deterministic=embed_key is None, rngs=embed_key)
+            x_BxTxE = constrain(x_BxTxE, "residual")
         rotation = _rotation(self.config, position, tokens_BxT.shape[1])
         block_def, layers = nnx.split(self.blocks)
 
         def run_layer(x_BxTxE, layer):
             params, cache, key = layer
-            return nnx.merge(block_def, params)(x_BxTxE, rotation, cache, position, key)
+            block = nnx.merge(block_def, params)
+            x_BxTxE, cache = block(x_BxTxE, rotation, cache, position, key)
+            return constrain(x_BxTxE, "residual"), cache
 
+        run_layer = _recomputed(run_layer, self.config.remat)
         with jax.named_scope("blocks"):
             x_BxTxE, cache = jax.lax.scan(run_layer, x_BxTxE, (layers, cache, layer_keys))
         with jax.named_scope("norm"):
-            x_BxTxE = self.norm(x_BxTxE)
+            return self.norm(x_BxTxE), cache
+
+    def logits(self, x_BxTxE: jax.Array) -> jax.Array:
         with jax.named_scope("head"):
             head = self.embed.attend if self.head is None else self.head
-            return head(x_BxTxE), cache
+            return constrain(head(x_BxTxE), "logits")
+
+
+def _recomputed(run_layer: Callable, remat: str) -> Callable:
+    """The layer, of which the backward pass recomputes what `ModelConfig.remat` says."""
+    if remat not in ("dots", "full"):  # islands are autocast's, see `train.step.step_policy`
+        return run_layer
+    # XLA cannot merge the recomputed with the computed across the rounds of a scan.
+    return jax.checkpoint(run_layer, policy=_dots if remat == "dots" else None, prevent_cse=False)
+
+
+# Matmuls without batch dimensions: `dots_saveable` keeps the T x T logits of XLA's attention too.
+# Of splash the result is kept, 16 MiB a layer at B 4, T 2048, E 1024, and the kernel runs once.
+_dots = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(SAVED),
+)
 
 
 class Block(nnx.Module):
@@ -192,16 +189,13 @@ class Attention(nnx.Module):
         query_BxTxHxD = _rotate(self._heads(self.query(x_BxTxE)), rotation).astype(dtype)
         key_BxTxKxD = _rotate(self._heads(self.key(x_BxTxE)), rotation).astype(dtype)
         if cache is None:
-            kernel, _ = attention_implementation(self.config, self.kernel_dtype or dtype)
             operands = query_BxTxHxD, key_BxTxKxD, value_BxTxKxD
-            if kernel == "cudnn":
-                operands = tuple(x.astype(self.kernel_dtype or dtype) for x in operands)
-            y_BxTxHxD = _attend(*operands, kernel, is_causal=True).astype(dtype)
+            y_BxTxHxD = causal_attention(*operands, self.config, self.kernel_dtype)
         else:
             cache = _write(cache, position, key=key_BxTxKxD, value=value_BxTxKxD)
             mask = _past(position, x_BxTxE.shape[1], cache["key"].shape[1])
             # cuDNN would turn the mask into a bias: nothing to gain for a few queries.
-            y_BxTxHxD = _attend(query_BxTxHxD, cache["key"], cache["value"], "xla", mask=mask)
+            y_BxTxHxD = attend(query_BxTxHxD, cache["key"], cache["value"], mask=mask)
         return self.out(y_BxTxHxD.reshape(x_BxTxE.shape)), cache
 
     def _heads(self, x):
@@ -263,15 +257,6 @@ def _rotate(x, rotation):
     cos, sin = rotation
     left, right = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-
-
-def _attend(query, key, value, kernel: Kernel, **masking: Any):
-    dtype = value.dtype
-    if dtype == jnp.float16 and jax.default_backend() != "gpu":
-        # For float16 JAX demands the dot F16_F16_F32, which CPUs and TPUs refuse at lowering.
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    y = jax.nn.dot_product_attention(query, key, value, implementation=kernel, **masking)
-    return y.astype(dtype)
 
 
 def _write(cache: Cache, position: ArrayLike, **new_BxTxKxD: jax.Array) -> Cache:

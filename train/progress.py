@@ -10,29 +10,43 @@ from tqdm import tqdm
 
 @dataclass
 class Meter:
-    """Tokens a second, of steps alone: compilation, evaluation and saving are not counted."""
+    """Speed of steps alone: compilation, evaluation, saving and tracing are not counted.
+
+    `flops_per_token` is the model's arithmetic, `peak_flops` what all the devices could do in a
+    second; without a peak there is no `perf/mfu` (model FLOPs utilization, 0 to 1).
+    """
 
     tokens_per_step: int
+    flops_per_token: int = 0
+    peak_flops: float | None = None
     seconds: float = 0.0
     steps: int = 0
     since: float | None = None
 
-    def lap(self) -> float | None:
-        """Ends a step; its tokens a second, None for one that had other things in it."""
+    def lap(self) -> dict[str, float]:
+        """Ends a step; its metrics, none for one that had other things in it."""
         now, since = time.perf_counter(), self.since
         self.since = now
         if since is None:
-            return None
+            return {}
         self.seconds += now - since
         self.steps += 1
-        return self.tokens_per_step / (now - since)
+        return self._metrics(now - since)
 
     def pause(self) -> None:
         self.since = None
 
     @property
-    def average(self) -> float | None:
-        return self.tokens_per_step * self.steps / self.seconds if self.steps else None
+    def average(self) -> dict[str, float]:
+        """The metrics of all counted steps together."""
+        return self._metrics(self.seconds / self.steps) if self.steps else {}
+
+    def _metrics(self, step_seconds: float) -> dict[str, float]:
+        speed = self.tokens_per_step / step_seconds
+        values = {"perf/tokens_per_second": speed, "perf/step_seconds": step_seconds}
+        if self.peak_flops:
+            values["perf/mfu"] = self.flops_per_token * speed / self.peak_flops
+        return values
 
 
 @dataclass

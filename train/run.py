@@ -7,15 +7,21 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import jaxamp
+from train.attention import attention_implementation
 from train.checkpoint import CheckpointError
-from train.config import Config, ConfigError, parse
+from train.config import Config, ConfigError
 from train.data import Corpus, DataError, load, train_batches
+from train.distributed import end_without_the_others, initialize, is_writer, say
+from train.dry_run import mesh_line, shown
 from train.generate import encode_prompt, generate
 from train.loop import BadRun, Outcome, prepare, structure, train
-from train.model import attention_implementation, count_params
-from train.step import make_loss_fn
+from train.mesh import check_fits, make_mesh
+from train.model import count_params
+from train.parse import parse
+from train.step import make_loss_fn, step_policy
 
 DESCRIPTION = """Train a Transformer in mixed precision, on real text, with no dtype in the model.
 Without arguments: the default config on the Python language reference, under two minutes on two
@@ -27,7 +33,7 @@ class RunExists(ValueError):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs; the exit code is 0, 1 where training went bad, 2 for bad input."""
+    """Runs; the exit code is 0, 1 where training went bad, 2 for bad input, 3 to start again."""
     try:
         return _run(parse(args, prog="python -m train.run", description=DESCRIPTION))
     except (ConfigError, DataError, CheckpointError, RunExists) as error:
@@ -40,41 +46,57 @@ def main(args: Sequence[str] | None = None) -> int:
     except BadRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        end_without_the_others(error)
     except KeyboardInterrupt:
         print("interrupted before anything could be saved", file=sys.stderr)
         return 130
 
 
 def _run(config: Config) -> int:
+    if initialize(config.distributed) and config.workdir is None:
+        raise ConfigError("--workdir is needed where several processes share a run")
     policy = jaxamp.get_policy(config.policy)
     # Written down as what it came to: "auto" may mean something else on another device.
     config = config.model_copy(update={"policy": str(policy), "workdir": str(_workdir(config))})
     workdir = Path(str(config.workdir))
-    print(precision_line(policy))
+    say(precision_line(policy))
+    mesh = make_mesh(config.mesh)
+    check_fits(config, mesh)
     if not config.resume:
         _refuse_existing(workdir)
     corpus = load(config.data, config.model.vocab_size)
     train_batches(corpus, config.batch_size, config.seed)  # an impossible batch size fails here
-    print(f"data: {corpus.description}")
-    print(f"model: {_model_line(config, corpus, policy)}")
+    say(f"data: {corpus.description}")
+    say(f"model: {_model_line(config, corpus, policy)}")
+    if mesh.size > 1:
+        say(mesh_line(mesh))
     loss_fn, args = _loss(config, corpus, policy)
     _check_policy(policy, loss_fn, args)
     if config.explain:
-        print(jaxamp.explain(loss_fn, policy)(*args))
+        say(str(jaxamp.explain(loss_fn, step_policy(policy, config))(*args)))
         return 0
-    start = prepare(config, corpus, policy, workdir)
-    _write_config(config, workdir)
-    print(f"run: {workdir}", flush=True)
+    if config.dry_run:
+        say(shown(config, *structure(config, corpus, policy), policy, mesh))
+        return 0
+    multihost_utils.sync_global_devices("all have looked at workdir")
+    start = prepare(config, corpus, policy, workdir, mesh)
+    if is_writer():
+        _write_config(config, workdir)
+    say(f"run: {workdir}")
     outcome = train(config, corpus, policy, workdir, start)
     if outcome.stopped_by:
-        print(
+        say(
             f"stopped by {outcome.stopped_by} at step {outcome.step}, which is saved; go on with: "
             f"python -m train.run --workdir {workdir} --resume"
         )
         return 0
-    _sample(config, corpus, policy, outcome, workdir)
-    print(f"wrote {workdir}: config.json, metrics.jsonl, checkpoints, tensorboard, sample.txt")
-    print(_last_line(outcome))
+    if jax.process_count() == 1:  # else no process has all of the parameters
+        _sample(config, corpus, policy, outcome, workdir)
+    say(f"wrote {workdir}: config.json, metrics.jsonl, checkpoints, tensorboard, sample.txt")
+    say(_last_line(outcome))
     return 0
 
 
@@ -104,7 +126,9 @@ def _scale_words(policy: jaxamp.Policy) -> str:
 
 def _model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
     try:
-        kernel, reason = attention_implementation(config.model, policy.compute_dtype)
+        kernel, reason = attention_implementation(
+            config.model, policy.compute_dtype, length=config.data.seq_len
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _, state = structure(config, corpus, policy)

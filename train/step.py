@@ -15,7 +15,8 @@ from flax import nnx
 
 import jaxamp
 from train.config import Config, OptimizerConfig
-from train.model import apply, create
+from train.mesh import constrain_like_parameters
+from train.model import create, head, hidden
 
 IGNORE = -100
 """The label of a position that the loss does not count."""
@@ -112,6 +113,48 @@ def cross_entropy(logits_BxTxV: jax.Array, labels_BxT: jax.Array) -> tuple[jax.A
     return total(nll_BxT), total(jnp.square(log_z_BxT)), jnp.sum(counted_BxT)
 
 
+def loss_sums(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    batch: Batch,
+    dropout_key: jax.Array | None = None,
+    chunk: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """`cross_entropy` of the model on a batch, of `chunk` tokens of a row at a time.
+
+    Neither pass holds logits [B, T, V] then: the backward pass computes the logits of a chunk again
+    and adds its gradient of the head to that of the others, in float32. None: all tokens at once.
+    """
+    x_BxTxE = hidden(graphdef, params, batch["tokens"], dropout_key)
+    if chunk is None:
+        return cross_entropy(head(graphdef, params, x_BxTxE), batch["labels"])
+
+    # XLA cannot merge the recomputed with the computed across the rounds of a loop.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def sums(piece):
+        x_BxCxE, labels_BxC = piece
+        return cross_entropy(head(graphdef, params, x_BxCxE), labels_BxC)
+
+    pieces = _cut(x_BxTxE, chunk, 0), _cut(batch["labels"], chunk, IGNORE)
+    return tuple(jnp.sum(sums_N) for sums_N in jax.lax.map(sums, pieces))
+
+
+def _cut(x_BxT: jax.Array, chunk: int, fill: int) -> jax.Array:
+    """[B, T, ...] as [N, B, chunk, ...], the last chunk filled up."""
+    batch, length, *rest = x_BxT.shape
+    chunk = min(chunk, length)
+    ends = [(0, 0), (0, -length % chunk)] + [(0, 0)] * len(rest)
+    x_BxT = jnp.pad(x_BxT, ends, constant_values=fill)
+    return x_BxT.reshape(batch, -1, chunk, *rest).swapaxes(0, 1)
+
+
+def step_policy(policy: jaxamp.Policy, config: Config) -> jaxamp.Policy:
+    """The policy of the training step: what of `model.remat` and the mesh is autocast's to do."""
+    residuals = "compute" if config.model.remat == "islands" else policy.residuals
+    reduce = "compute" if config.mesh.reduce_dtype == "compute" else policy.reduce
+    return policy.replace(residuals=residuals, reduce=reduce)
+
+
 def make_loss_fn(config: Config, graphdef: nnx.GraphDef) -> Callable:
     """The loss of a (micro)batch as a function of params.
 
@@ -121,8 +164,7 @@ def make_loss_fn(config: Config, graphdef: nnx.GraphDef) -> Callable:
 
     def loss_fn(params, batch, key, count):
         dropout_key = key if config.model.dropout else None
-        logits_BxTxV = apply(graphdef, params, batch["tokens"], dropout_key)
-        nll, z2, _ = cross_entropy(logits_BxTxV, batch["labels"])
+        nll, z2, _ = loss_sums(graphdef, params, batch, dropout_key, config.loss_chunk)
         return (nll + config.z_loss * z2) / count, nll / count
 
     return loss_fn
@@ -131,16 +173,18 @@ def make_loss_fn(config: Config, graphdef: nnx.GraphDef) -> Callable:
 def make_train_step(config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Policy) -> Callable:
     """`(state, batch) -> (state, metrics)`, jitted, the old state donated."""
     loss_fn = make_loss_fn(config, graphdef)
+    remat_policy = step_policy(policy, config)
     tx = make_optimizer(config.optimizer, config.num_steps, policy)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss_scale = jaxamp.loss_scale(state.opt_state)
         grad_fn = functools.partial(
-            jaxamp.value_and_grad(loss_fn, policy, has_aux=True), loss_scale=loss_scale
+            jaxamp.value_and_grad(loss_fn, remat_policy, has_aux=True), loss_scale=loss_scale
         )
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), state.step)
         loss, grads = accumulate(grad_fn, state.params, batch, key, config.grad_accum_steps)
+        grads = constrain_like_parameters(grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         assert isinstance(opt_state, jaxamp.ApplyIfFiniteState)
         params = optax.apply_updates(state.params, updates)
@@ -152,7 +196,8 @@ def make_train_step(config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Polic
             "amp/grads_finite": opt_state.grads_finite,
             "amp/at_floor": at_floor(loss_scale),
         }
-        return TrainState(state.step + 1, params, opt_state, state.key_data), metrics
+        new_state = TrainState(state.step + 1, params, opt_state, state.key_data)
+        return constrain_like_parameters(new_state), metrics
 
     return train_step
 
@@ -172,10 +217,14 @@ def accumulate(
 
     def add(total, microbatch):
         (_, loss), grads = grad_fn(params, *microbatch, count)
-        return jax.tree.map(jnp.add, total, (loss, grads)), None
+        total_loss, total_grads = total
+        grads = jax.tree.map(jnp.add, total_grads, constrain_like_parameters(grads))
+        return (total_loss + loss, grads), None
 
-    split = lambda x: x.reshape(num_microbatches, -1, *x.shape[1:])  # noqa: E731
-    zeros = (jnp.zeros([]), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    # Every so many rows: each device keeps the rows that it has.
+    split = lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = (jnp.zeros([]), constrain_like_parameters(zeros))
     microbatches = (jax.tree.map(split, batch), jax.random.split(key, num_microbatches))
     return jax.lax.scan(add, zeros, microbatches)[0]
 
@@ -186,13 +235,13 @@ def at_floor(loss_scale: jaxamp.LossScale) -> jax.Array:
     return jnp.asarray(loss_scale.loss_scale <= least)
 
 
-def make_eval_step(graphdef: nnx.GraphDef, policy: jaxamp.Policy) -> Callable:
+def make_eval_step(config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Policy) -> Callable:
     """`(params, batch) -> (nll, count)`, sums over the counted positions, jitted."""
 
     @jax.jit
     def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         def sums(params, batch):
-            return cross_entropy(apply(graphdef, params, batch["tokens"]), batch["labels"])
+            return loss_sums(graphdef, params, batch, chunk=config.loss_chunk)
 
         nll, _, count = jaxamp.autocast(sums, policy)(params, batch)
         return nll, count
@@ -210,7 +259,9 @@ def nonfinite_gradients(
 ) -> list[str]:
     """Paths of the parameters whose gradients were not finite in `step`, the one of `batch`."""
     grad_fn = functools.partial(
-        jaxamp.value_and_grad(make_loss_fn(config, graphdef), policy, has_aux=True),
+        jaxamp.value_and_grad(
+            make_loss_fn(config, graphdef), step_policy(policy, config), has_aux=True
+        ),
         loss_scale=jaxamp.loss_scale(state.opt_state),
     )
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), step - 1)

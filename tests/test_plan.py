@@ -1,0 +1,376 @@
+"""Plan: its figures are those of a step compiled by hand, and of chips as their makers say."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxamp
+from train import chips, fit, plan, roofline, traffic
+from train.config import Config, ConfigError, DataConfig, ModelConfig
+from train.flops import model_flops_per_token
+from train.mesh import batch_sharding, make_mesh, state_shardings
+from train.step import init_state, make_train_step
+
+TINY = {"n_layers": 2, "d_model": 16, "n_heads": 2, "vocab_size": 64}
+FLAGS = [f"--model.{name.replace('_', '-')}={size}" for name, size in TINY.items()]
+FLAGS += ["--data.seq-len=16", "--batch-size=4"]
+
+
+def run(tmp_path, *flags):
+    out = tmp_path / "plan.json"
+    code = plan.main([*flags, "--json", str(out)])
+    return code, json.loads(out.read_text())
+
+
+def by_hand(config, policy, devices):
+    """Memory of the step of `train.run`, compiled without the plan."""
+    mesh = make_mesh(config.mesh, devices)
+    vocab_size = config.model.vocab_size
+    with jax.set_mesh(mesh):
+        graphdef, state = nnx.eval_shape(lambda: init_state(config, vocab_size, policy))
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        state = jax.tree.map(place, state, state_shardings(mesh, state))
+        shape = (config.batch_size, config.data.seq_len)
+        ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+        step = make_train_step(config, graphdef, policy)
+        stats = step.lower(state, {"tokens": ids, "labels": ids}).compile().memory_analysis()
+    return stats, state
+
+
+def test_memory_on_a_cpu_is_that_of_a_step_compiled_by_hand(tmp_path, capsys):
+    flags = ("--target", "cpu", "--no-largest-batch-size", *FLAGS)
+    code, found = run(tmp_path, *flags, "--policy", "float32", "--policy", "mixed_bfloat16")
+    assert code == 0
+    config = Config(model=ModelConfig(**TINY), data=DataConfig(seq_len=16), batch_size=4)
+    stats, state = by_hand(config, jaxamp.get_policy("mixed_bfloat16"), jax.devices())
+    one, other = found["policies"].values()
+    extra = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes + extra
+    assert other["peak_bytes"] == peak != one["peak_bytes"]
+    held = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    for planned in (one, other):
+        assert planned["params_bytes"] == held(state.params) > 0
+        assert planned["moments_bytes"] == held(state.opt_state) > 0
+        assert planned["fits"] and planned["largest_batch_size"] is None
+    # FLOPs of the model and no others: nothing is recomputed.
+    flops = 4 * 16 * model_flops_per_token(state.params, config.model, 16)
+    assert one["flops"] == other["flops"] == flops
+    out = capsys.readouterr().out
+    assert "fits" in out and "yes" in out and f"{flops:.4g}" in out
+
+
+def test_a_step_that_does_not_fit_says_by_how_much_and_what_would(tmp_path, capsys, monkeypatch):
+    tried = []
+
+    def attempt(config, *_):
+        tried.append(config.model.remat)
+        memory = fit.Memory(7 * 2**30, 2**30, 2**30, 5 * 2**30, 0, 4 * 2**30)
+        return fit.Attempt(config, memory, jax.make_jaxpr(jnp.sin)(1.0), None)
+
+    monkeypatch.setattr(fit, "attempt", attempt)
+    flags = ("--target", "cpu", "--no-largest-batch-size", "--policy", "float32", *FLAGS)
+    code, found = run(tmp_path, *flags)
+    assert code == 1 and tried == ["none", "dots", "full"]
+    assert not found["policies"]["float32"]["fits"]
+    out = capsys.readouterr().out
+    assert "no, 3.000 GiB over" in out
+    # 4 rows one after another instead of together: a quarter of the activations.
+    assert "to make float32 fit: --grad-accum-steps 4 saves up to 3.8 GiB of activations" in out
+    assert "about 2 devices, with --mesh.fsdp" in out
+
+
+@pytest.mark.parametrize(
+    ("fitting", "islands", "chosen"),
+    [
+        ("none", True, "none"),
+        ("islands", True, "islands"),
+        ("dots", False, "dots"),
+        ("", True, "full"),
+    ],
+)
+def test_the_remat_that_fits_and_recomputes_least(fitting, islands, chosen):
+    # Peaks fall along the order, and all from `fitting` on fit.
+    first = fit.REMATS.index(fitting) if fitting else 4
+
+    def attempt(config):
+        cost = fit.REMATS.index(config.model.remat)
+        memory = fit.Memory(90 - cost if cost >= first else 200 - cost, 1, 2, 0, 0, 100)
+        return fit.Attempt(config, memory, None, None)
+
+    assert fit.with_least_remat(attempt, Config(), islands).config.model.remat == chosen
+
+
+def test_islands_are_not_tried_where_all_is_float32():
+    tried = []
+
+    def attempt(config):
+        tried.append(config.model.remat)
+        return fit.Attempt(config, fit.Memory(200, 1, 2, 0, 0, 100), None, None)
+
+    fit.with_least_remat(attempt, Config(), islands=False)
+    assert tried == ["none", "dots", "full"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_largest_count_is_that_of_a_search_one_by_one(seed):
+    rng = np.random.default_rng(seed)
+    fixed, slope, power = rng.integers(1, 500), rng.integers(1, 60), rng.uniform(0.7, 1.4)
+    peak = lambda count: int(fixed + slope * count**power)  # noqa: E731
+    counts = []
+    start = int(rng.integers(1, 40))
+    found = fit.largest(
+        lambda count: counts.append(count) or peak(count), {0: fixed, start: peak(start)}, 1000
+    )
+    assert found == max(count for count in range(5000) if count == 0 or peak(count) <= 1000)
+    assert len(counts) == len(set(counts)) <= 12
+
+
+def test_nothing_fits_where_the_state_alone_does_not():
+    tried = []
+    assert fit.largest(lambda k: tried.append(k) or 300 + k, {0: 200, 4: 304}, 100) == 0
+    assert tried == []
+
+
+@pytest.mark.parametrize(
+    ("message", "needed", "has_inputs"),
+    [
+        (
+            "total memory required for HLO temporaries (26.00G) exceeds available HBM (15.75G).",
+            26,
+            False,
+        ),
+        ("Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm. Exceeded", 20.5, True),
+    ],
+)
+def test_what_a_tpu_compiler_says_of_a_shortage(message, needed, has_inputs):
+    expected = fit.Shortage(int(needed * 2**30), int(15.75 * 2**30), has_inputs)
+    assert fit.read_shortage(message) == expected
+    assert fit.read_shortage("something else") is None
+
+
+HLO = """
+HloModule step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.1 (input: bf16[8,64]) -> bf16[2,64] {
+  %input = bf16[8,64]{1,0} parameter(0)
+  %all-reduce.9 = bf16[8,64]{1,0} all-reduce(%input), channel_id=9, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %slice.9 = bf16[2,64]{1,0} dynamic-slice(%all-reduce.9, %input), dynamic_slice_sizes={2,64}
+}
+
+%piece (p: bf16[2,64]) -> bf16[8,64] {
+  %p = bf16[2,64]{1,0} parameter(0)
+  ROOT %all-gather.7 = bf16[8,64]{1,0} all-gather(%p), channel_id=7, replica_groups=[1,4]<=[4], dimensions={0}
+}
+
+%body (carry: (s32[], f32[6,8], bf16[2,64])) -> (s32[], f32[6,8], bf16[2,64]) {
+  %carry = (s32[], f32[6,8]{1,0}, bf16[2,64]{1,0:T(8,128)(2,1)}) parameter(0)
+  %x = bf16[2,64]{1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=2
+  %start = bf16[8,64]{1,0} fusion(%x), kind=kCustom, calls=%piece
+  %done = bf16[8,64]{1,0} fusion(%x), kind=kCustom, calls=%piece
+  %scattered = bf16[2,64]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter.1
+  %n = s32[] get-tuple-element(%carry), index=0
+  %by = s32[] constant(1)
+  %next = s32[] add(%n, %by)
+  %kept = f32[6,8]{1,0} get-tuple-element(%carry), index=1
+  ROOT %tuple = (s32[], f32[6,8]{1,0}, bf16[2,64]{1,0}) tuple(%next, %kept, %scattered)
+}
+
+%condition (carry.1: (s32[], f32[6,8], bf16[2,64])) -> pred[] {
+  %carry.1 = (s32[], f32[6,8]{1,0}, bf16[2,64]{1,0}) parameter(0)
+  %limit = s32[]{:T(128)} constant(5)
+  %i = s32[] get-tuple-element(%carry.1), index=0
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (w: f32[6,8]) -> f32[6,8] {
+  %w = f32[6,8]{1,0} parameter(0)
+  %while = (s32[], f32[6,8]{1,0}, bf16[2,64]{1,0}) while(%w), condition=%condition, body=%body
+  %start.1 = ((f32[6,8]{1,0}), (f32[12,8]{1,0})) all-gather-start(%w), channel_id=1, replica_groups=mesh['a'=2,'b'=2] {'b'}, dimensions={0}
+  %done.1 = f32[12,8]{1,0} all-gather-done(%start.1)
+  %fast = f32[6,8]{1,0:T(8,128)S(1)} negate(%w)
+  ROOT %reduced = f32[6,8]{1,0} all-reduce(%w), replica_groups={}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_collectives_of_a_program_by_hand():
+    found = traffic.read(HLO, devices=4)
+    assert found.unknown_loops == 0
+    assert found.collective_bytes() == {
+        "all-gather": {"bf16": 5 * 8 * 64 * 2, "f32": 12 * 8 * 4},  # pieces of a channel are one
+        "all-reduce": {"f32": 6 * 8 * 4},
+        "reduce-scatter": {"bf16": 5 * 8 * 64 * 2},
+    }
+    sent = 2 * 5 * 8 * 64 * 2 * 3 / 4 + 12 * 8 * 4 / 2 + 2 * 6 * 8 * 4 * 3 / 4
+    assert found.sent_bytes == sent
+
+
+def test_a_loop_is_counted_as_xla_says_else_once():
+    said = HLO.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
+    assert traffic.read(said, 4).collective_bytes()["reduce-scatter"] == {"bf16": 3 * 1024}
+    unrolled = traffic.read(HLO.replace("constant(1)", "constant(2)"), 4)
+    assert unrolled.collective_bytes()["reduce-scatter"] == {"bf16": 3 * 1024}  # 0, 2, 4 of 5
+    unknown = traffic.read(HLO.replace("direction=LT", "direction=NE"), 4)
+    assert unknown.unknown_loops == 1
+    assert unknown.collective_bytes()["reduce-scatter"] == {"bf16": 1024}
+
+
+def test_bytes_of_a_scan_read_each_slice_of_its_operand_once():
+    def step(x, w):
+        return jnp.sin(x @ w), None
+
+    rng = np.random.default_rng(0)
+    x, ws = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 64), (9, 64, 64)))
+    compiled = jax.jit(lambda x, ws: jax.lax.scan(step, x, ws)[0]).lower(x, ws).compile()
+    accessed = traffic.read(compiled.as_text()).accessed_bytes
+    # Each slice may be copied out first: read, written, read. x is small, but it is there.
+    assert ws.nbytes < accessed < 4 * ws.nbytes
+
+
+def test_flops_of_loops_branches_and_shards():
+    x = jnp.ones((8, 8))
+    one = 2 * 8**3
+
+    def program(x):
+        y = jax.lax.scan(lambda c, _: (c @ x, None), x, None, length=3)[0]
+        y = jax.lax.cond(x[0, 0] > 0, lambda y: y @ x @ x, lambda y: y @ x, y)
+        return jnp.sum(jax.checkpoint(lambda y: jnp.sin(y @ x))(y))
+
+    assert roofline.matmul_flops(jax.make_jaxpr(program)(x), 1) == (3 + 2 + 1) * one
+    mesh = Mesh(np.asarray(jax.devices()[:1]), "d")
+    spec = PartitionSpec("d")
+    sharded = jax.shard_map(lambda x: x @ x, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert roofline.matmul_flops(jax.make_jaxpr(sharded)(x), 4) == one  # already of one device
+
+
+def test_the_roofline_is_the_slowest_of_three():
+    chip = chips._BY_NAME["v5e"]
+    policy = jaxamp.get_policy("mixed_bfloat16")
+    found = roofline.roofline(chip, policy, 197e12 * 2, 819e9 * 3, 200e9)
+    assert found is not None and found.limit == "memory" and found.seconds == 3
+    assert tuple(found) == (2, 3, 1)
+    assert roofline.roofline(chips._cpu(), policy, 1.0, 1.0, 1.0) is None
+
+
+def test_peak_flops_by_kind_and_dtype():
+    assert chips.peak_flops("TPU v5 lite", jnp.bfloat16) == 197e12
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert chips.peak_flops(h100, jnp.float16) == 2 * chips.peak_flops(h100, jnp.float32)
+    assert chips.peak_flops("TPU v5 lite", jnp.float16) is None
+    assert chips.peak_flops("cpu", jnp.float32) is None
+    kinds = [kind for chip in chips._CHIPS for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+    assert all(chip.source.startswith("https://") for chip in chips._CHIPS)
+
+
+def test_microbatches_that_the_mesh_cannot_cut_are_made_larger():
+    target = chips.Target("cpu", chips._cpu(), jax.devices()[:1])
+    config = Config(batch_size=6, grad_accum_steps=3)
+    assert fit.prepared(config, target)[0] is config
+    target = target._replace(devices=[jax.devices()[0]] * 2)
+    changed, mesh, notes = fit.prepared(config, target)
+    assert changed is config and mesh.size == 2 and notes == []
+    changed, _, (note,) = fit.prepared(Config(batch_size=6, grad_accum_steps=6), target)
+    assert changed.grad_accum_steps == 3 and "3 instead of 6" in note
+    with pytest.raises(ConfigError, match="do not divide among"):
+        fit.prepared(Config(batch_size=3), target)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--target", "v5f:4x4"), "did you mean 'v5p'? allowed: v4, v5e"),
+        (("--target", "v5e:2x2x2"), "a slice of v5e has 2 sizes, such as v5e:4x4"),
+        (("--target", "h100:16"), "a host has 1 to 8 GPUs"),
+        ((), "--target is needed"),
+        (("--target",), "expected one argument"),
+        (("--target", "cpu", "--policy", "bf61"), "did you mean 'bf16'?"),
+        (("--target", "cpu", "--mesh.fsdp", "3"), "cannot be divided by 3"),
+        (("--target", "cpu", "--batch", "3"), "--batch"),
+        (("--target", "cpu", "--json", "no/such/place.json"), "no such directory"),
+        (("--target", "cpu", "--config", "no-such.toml"), "no-such.toml"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, capsys):
+    assert plan.main(flags) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("target", "install"), [("v5e:2x2", "'jax[tpu]=="), ("h100", "jax-cuda13-")]
+)
+def test_a_missing_compiler_is_one_line(target, install, capsys, monkeypatch):
+    def missing(**_):
+        raise RuntimeError("libtpu.so\nnot found")
+
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", missing)
+    assert plan.main(("--target", target)) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"pip install {install}" in line
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("v4:2x2x1", 4),
+        ("v5e", 1),
+        ("v5e:2x4", 8),
+        ("v5e:4x4", 16),
+        ("v5p:2x2x2", 8),
+        ("v6e:4x4", 16),
+        ("tpu7x:2x2x1", 8),
+    ],
+)
+def test_slices_are_of_the_chip(name, size):
+    target = tpu(name)
+    assert len(target.devices) == size
+    assert {device.device_kind for device in target.devices} <= set(target.chip.device_kinds)
+    host = 8 if name.startswith(("v5e:2", "tpu7x")) else 4
+    assert len({device.process_index for device in target.devices}) == math.ceil(size / host)
+
+
+@pytest.mark.tpu
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+def test_plan_for_a_tpu_is_that_of_a_step_compiled_by_hand(tmp_path):
+    target = tpu("v5e:2x2")
+    flags = ("--target", "v5e:2x2", "--mesh.fsdp=4", "--no-largest-batch-size", *FLAGS)
+    code, found = run(tmp_path, *flags, "--policy", "mixed_bfloat16")
+    assert code == 0
+    config = Config.model_validate(found["config"])
+    stats, _ = by_hand(config, jaxamp.get_policy("mixed_bfloat16"), target.devices)
+    planned = found["policies"]["mixed_bfloat16"]
+    assert planned["peak_bytes"] == stats.peak_memory_in_bytes
+    assert planned["collective_bytes"] and planned["roofline"]["limit"] in ("memory", "network")
+
+
+@pytest.mark.tpu
+def test_a_tpu_compiler_that_finds_no_room_says_by_how_much():
+    target = tpu("v5e:2x2")
+    mesh = make_mesh(Config().mesh, target.devices)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((70_000, 70_000), jnp.float32, sharding=sharding)  # 18 GiB
+    lowered = jax.jit(lambda x: jnp.sort(x) + jnp.sin(x @ x)).lower(x)
+    program, shortage = fit._compiled(lowered)
+    assert program is None and shortage is not None
+    assert shortage.needed > shortage.capacity > 15 * 2**30
+
+
+def tpu(name):
+    try:
+        return chips.find_target(name)
+    except chips.NoCompiler as missing:
+        pytest.skip(str(missing))

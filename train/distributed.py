@@ -1,0 +1,102 @@
+"""Several processes as one program: when to start `jax.distributed`, who writes, how it ends."""
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import jax
+
+from train.config import ConfigError, DistributedConfig
+
+# A process that is gone is noticed by the others within about this time, in seconds.
+HEARTBEAT = 30
+# The exit code when another process is gone: a launcher should start all of them again.
+OTHERS_GONE = 3
+
+
+def initialize(config: DistributedConfig) -> bool:
+    """Joins the other processes where the flags or the environment say that there are some.
+
+    Must come before anything that asks JAX for its devices.
+
+    Returns:
+        Whether there are several processes.
+
+    Raises:
+        ConfigError: flags that do not go together, or a coordinator that does not answer.
+    """
+    given = {
+        "coordinator_address": config.coordinator,
+        "num_processes": config.num_processes,
+        "process_id": config.process_id,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ConfigError(
+            "--distributed.coordinator, --distributed.num-processes and --distributed.process-id "
+            "go together: give all three or none"
+        )
+    if missing and not (config.auto or _in_a_cluster(os.environ)):
+        return False
+    if not missing:
+        _check_numbers(config)
+    try:
+        jax.distributed.initialize(
+            **given,
+            initialization_timeout=config.timeout_seconds,
+            heartbeat_timeout_seconds=HEARTBEAT,
+        )
+    except Exception as error:  # what answers, and how it fails, differs by cluster
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        where = config.coordinator or "that the environment names"
+        raise ConfigError(
+            f"the coordinator {where} did not answer, or not all processes came, within "
+            f"{config.timeout_seconds} s (--distributed.timeout-seconds): "
+            f"{lines[0][:200] if lines else type(error).__name__}"
+        ) from None
+    return jax.process_count() > 1
+
+
+def _check_numbers(config: DistributedConfig) -> None:
+    host, colon, port = str(config.coordinator).rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ConfigError(f"--distributed.coordinator {config.coordinator}: write HOST:PORT")
+    count, number = config.num_processes or 0, config.process_id or 0
+    if number >= count:
+        raise ConfigError(
+            f"--distributed.process-id {number} must be below --distributed.num-processes {count}"
+        )
+
+
+def _in_a_cluster(environment: Any) -> bool:
+    """Whether a launcher that JAX knows has started more than one process."""
+    tasks = (
+        environment.get("SLURM_NTASKS", "1") if "SLURM_PROCID" in environment else "1",
+        environment.get("OMPI_COMM_WORLD_SIZE", "1"),
+    )
+    workers = environment.get("TPU_WORKER_HOSTNAMES", "")
+    return "," in workers or any(count.isdigit() and int(count) > 1 for count in tasks)
+
+
+def is_writer() -> bool:
+    """Whether this process is the one that writes logs and prints."""
+    return jax.process_index() == 0
+
+
+def say(line: str) -> None:
+    """Prints it once, not once a process."""
+    if is_writer():
+        print(line, flush=True)
+
+
+def end_without_the_others(error: BaseException) -> NoReturn:
+    """One line, and out: the usual way out would wait for the processes that are gone."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    print(
+        f"error: another process of this run is gone ({first[:200]}); start all of them again "
+        "with --resume: the newest checkpoint is whole",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    os._exit(OTHERS_GONE)
