@@ -44,3 +44,11 @@ def eight_devices():
         return result.stdout.strip().splitlines()[-1]
 
     return run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The fast suite takes the first seed of each test; the slow one the others."""
+    for item in items:
+        if getattr(item, "callspec", None) and item.callspec.params.get("seed", 0) != 0:
+            item.add_marker(pytest.mark.slow)

@@ -23,7 +23,7 @@ from train.step import (
     make_schedule,
     make_train_step,
     nonfinite_gradients,
-    with_remat,
+    step_policy,
 )
 
 VOCAB = 31
@@ -298,9 +298,9 @@ def test_islands_are_the_policys():
     policy = jaxamp.get_policy("compute=bf16")
     for remat, residuals in (("none", "float32"), ("full", "float32"), ("islands", "compute")):
         config = small_config(model=SMALL.model_copy(update={"remat": remat}))
-        assert with_remat(policy, config).residuals == residuals
+        assert step_policy(policy, config).residuals == residuals
     asked = policy.replace(residuals="compute")
-    assert with_remat(asked, small_config()) == asked
+    assert step_policy(asked, small_config()) == asked
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
