@@ -330,6 +330,7 @@ def test_custom_rules_with_integer_arguments():
     assert relative(got, true) < 8 * EPS[BF16]
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     x, w = normal(0, 8), weight(1)
     fun = lambda x: jnp.sum(jax.nn.silu(soft_sign(x @ w) @ w))  # noqa: E731

@@ -119,6 +119,7 @@ def test_float32_matmuls_of_a_compiled_program():
     assert len(list(compiled.float32_matmuls(HLO + typed))) == 3
 
 
+@pytest.mark.slow
 def test_figures_of_a_program_compiled_here():
     config, graphdef, params, batch = of_model("rmsnorm")
     variant = make_variants(config, graphdef, "bf16")["float32"]

@@ -158,6 +158,7 @@ def test_another_run_is_refused(tmp_path, config, fingerprint, vocab_size, words
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_in_any_file_is_seen(tmp_path):
     """The state that comes back is the written one or the one before; never a third."""
     states = save(tmp_path / "good", 3, 5)

@@ -64,6 +64,7 @@ def test_value_and_gradients(case, seed):
         near(got, want, 2.0**-22)  # not rounded to 16 bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("axes", AXES)
 def test_vmap_of_value_and_gradients(case, axes):
@@ -77,6 +78,14 @@ def test_vmap_of_value_and_gradients(case, axes):
 
     for got, want in zip(gradients(ours), gradients(theirs), strict=True):
         near(got, want, 2.0**-22)
+
+
+def test_vmap_of_a_gradient():
+    """The gradient of each row's loss, under vmap."""
+    loss = jaxamp.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), "c=bf16")
+    w, xs = jnp.eye(4), jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 4)), "f4")
+    each = jnp.stack([jax.grad(loss)(w, x) for x in xs])
+    np.testing.assert_allclose(jax.vmap(jax.grad(loss), (None, 0))(w, xs), each, rtol=2.0**-20)
 
 
 def test_forward_mode_and_second_derivatives():

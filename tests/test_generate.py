@@ -64,6 +64,7 @@ def test_greedy_is_the_likeliest_token_whatever_the_key(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
 def test_sampling_with_the_cache_equals_sampling_without(seed):
     def choose(logits, key):
         values, order = jax.lax.top_k(logits, VOCAB)

@@ -40,6 +40,7 @@ def rank_promotion():
 
 
 @pytest.mark.parametrize("policy", ["compute=bf16", "compute=f16"])
+@pytest.mark.slow
 def test_batch_norm_statistics_and_counters_arrive_back(policy):
     mixed, x, y = problem()
     plain, *_ = problem()

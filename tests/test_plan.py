@@ -43,6 +43,7 @@ def by_hand(config, policy, devices):
     return stats, state
 
 
+@pytest.mark.slow
 def test_memory_on_a_cpu_is_that_of_a_step_compiled_by_hand(tmp_path, capsys):
     flags = ("--target", "cpu", "--no-largest-batch-size", *FLAGS)
     code, found = run(tmp_path, *flags, "--policy", "float32", "--policy", "mixed_bfloat16")

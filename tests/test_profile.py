@@ -46,6 +46,7 @@ def train_tiny(workdir, window, *more):
     return main([*[part for pair in flags.items() for part in pair], *more])
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_trace_with_its_steps_and_scopes(tmp_path):
     assert train_tiny(tmp_path, "3:5") == 0
     assert traced_steps(tmp_path) == [3, 4]

@@ -212,6 +212,7 @@ def test_resume_drops_a_line_that_a_kill_cut_short(tmp_path):
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_resume_uses_the_checkpoint_before_a_damaged_one_and_says_so(tmp_path, capsys):
     run(tmp_path / "whole")
     run(tmp_path / "run")

@@ -250,6 +250,7 @@ def test_the_loss_in_chunks_is_the_loss(seed, chunk, tie):
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
+@pytest.mark.slow
 def test_chunks_add_up_in_float32_under_autocast(compute):
     """The head's gradient is a sum over 12 chunks; in 16 bits it would be off by 2^-9 of itself."""
     config = small_config(model=SMALL.model_copy(update={"tie_embeddings": False}))
@@ -273,6 +274,7 @@ def test_evaluation_in_chunks_is_evaluation():
 
 
 @pytest.mark.parametrize("policy", ["float32", "compute=bf16"])
+@pytest.mark.slow
 def test_chunks_never_hold_all_logits(policy):
     vocab, length = 32768, 128
     config = small_config(model=SMALL.model_copy(update={"n_layers": 1}))
@@ -304,11 +306,13 @@ def test_islands_are_the_policys():
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.slow
 def test_a_step_that_recomputes_is_the_step(remat):
     found, expected = (one_step(remat, "float32")[0] for remat in (remat, "none"))
     assert leaves_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_step_with_islands_is_near_the_step():
     """What it recomputes starts from 16-bit values: eps x 2 layers x 8 roundings in each."""
     found, expected = (one_step(r, "mixed_bfloat16")[1] for r in ("islands", "none"))
