@@ -75,7 +75,7 @@ def check_fits(config: Config, mesh: Mesh) -> None:
     tensor, batch = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]
     model = config.model
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads or model.n_heads}
-    for name, count in heads.items() | {"feed-forward size": model.feed_forward_size}.items():
+    for name, count in (heads | {"feed-forward size": model.feed_forward_size}).items():
         if count % tensor:
             raise ConfigError(
                 f"mesh.tensor {tensor} does not divide {name} {count}; choose a divisor of it"
