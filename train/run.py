@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 import jaxamp
 from train.attention import attention_implementation
 from train.checkpoint import CheckpointError
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, DistributedConfig
 from train.data import Corpus, DataError, load, train_batches
 from train.distributed import end_without_the_others, initialize, is_writer, say
 from train.dry_run import mesh_line, shown
@@ -176,6 +176,8 @@ def _refuse_existing(workdir: Path) -> None:
 
 
 def _write_config(config: Config, workdir: Path) -> None:
+    # Where the processes were is no setting of the run: it may go on elsewhere, or alone.
+    config = config.model_copy(update={"distributed": DistributedConfig()})
     workdir.mkdir(parents=True, exist_ok=True)
     whole = workdir / "config.json.tmp"
     whole.write_text(config.model_dump_json(indent=2) + "\n")
