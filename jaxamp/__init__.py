@@ -9,7 +9,8 @@ The step, in its ten words:
     loss_scale.py  NoOp / Static / Dynamic loss scale
     rules.py       the op table: how autocast treats each primitive, and why
     autocast.py    autocast: a float32 program in, a mixed-precision program out
-                     decide.py, carries.py (plan), emit.py, derivatives.py (emit)
+                     decide.py, carries.py, operations.py (plan)
+                     emit.py, derivatives.py, dots.py (emit)
                      plans.py, jaxprs.py, scopes.py (full_precision), residuals.py
     explain.py     explain: what was decided and why
     nnx.py         autocast and value_and_grad for functions of Flax NNX modules

@@ -70,6 +70,7 @@ def _meet(a: Info, b: Info) -> Info:
         weak=not strong,
         const=a.const and b.const,
         wide=not strong and (a.wide or b.wide),
+        computed=not strong and (a.computed or b.computed),
         pinned=a.pinned and b.pinned,
     )
 

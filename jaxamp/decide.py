@@ -10,20 +10,15 @@ plans of their own, remembered per program, so that what JAX traces once is plan
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.core
-import jax.numpy as jnp
-import numpy as np
-
 from jaxamp import carries, jaxprs
+from jaxamp.operations import decided, is_wide
 from jaxamp.plans import Info, Plan, Step
 from jaxamp.policy import Policy
-from jaxamp.rules import kind_of, reason_of
+from jaxamp.rules import kind_of
 from jaxamp.scopes import Scopes
 
 _PLANS: Any = weakref.WeakKeyDictionary()
@@ -84,7 +79,7 @@ class _Planner:
         """Steps and infos of the outputs; `marks[k]` are the wanted results of equation k."""
         infos: dict[Any, Info] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=False):
-            infos[var] = Info(wide=_is_wide(value, self.policy.compute_dtype))
+            infos[var] = Info(wide=is_wide(value, self.policy.compute_dtype))
         read = functools.partial(self._read, infos)
         steps = []
         for k, eqn in enumerate(jaxpr.eqns):
@@ -95,7 +90,7 @@ class _Planner:
 
     def _read(self, infos, atom) -> Info:
         if jaxprs.is_literal(atom):
-            return Info(const=True, wide=_is_wide(atom.val, self.policy.compute_dtype))
+            return Info(const=True, wide=is_wide(atom.val, self.policy.compute_dtype))
         return infos.get(atom) or Info()
 
     def look_ahead(self, jaxpr, steps: Sequence[Step], wanted_outs) -> set[Any]:
@@ -119,7 +114,7 @@ class _Planner:
         if kind == "enter":
             step = self._enter(eqn, ins, forced, scope, wanted)
         else:
-            step = self._first_order(eqn, kind, ins, forced, any(wanted))
+            step = decided(eqn, kind, ins, self.policy, forced, any(wanted))
         step.scope = scope
         return step
 
@@ -140,174 +135,6 @@ class _Planner:
         for sub in step.subs:
             self.scopes.absorb(sub.scopes)
         return step
-
-    # Single operations.
-
-    def _first_order(self, eqn, kind, ins, forced, upgraded) -> Step:
-        name, rules = eqn.primitive.name, self.policy.rules
-        reason = reason_of(name, rules)
-        operands = [
-            info for atom, info in zip(eqn.invars, ins, strict=True) if jaxprs.is_float32(atom)
-        ]
-        if kind == "matmul":
-            upgraded = upgraded and not _outgrows(eqn, ins)
-            kind, reason = _matmul_kind(eqn, _ACCUMULATOR if upgraded else reason)
-        elif kind == "guarded" or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
-            kind = _guarded_kind(eqn, self.policy.compute_dtype)
-        if name == "scatter" and _applies_a_function(eqn):
-            kind, reason = "rigid", "`.at[].apply` has a function inside, traced for its dtypes"
-        if kind == "structure":
-            step = _structure_step(eqn, ins, operands, reason)
-            if step is not None:
-                return step
-            kind = "follow"
-        if forced:
-            kind, reason = (
-                ("rigid" if kind == "rigid" else "full"),
-                "inside full_precision or full=",
-            )
-        elif any(info.pinned for info in operands):
-            kind, reason = "full", "reads a parameter that full= names"
-        elif kind == "follow" and _low(operands) and any(info.wide for info in operands):
-            kind, reason = "full", self._reason_to_widen(operands)
-        elif kind == "follow" and upgraded:
-            kind, reason = "full", "only float32 ops read it"
-        low = kind == "matmul" or (kind == "follow" and _low(operands))
-        step = _step(eqn, kind, reason, ins, low, upgraded)
-        if kind == "matmul" and self.policy.reduce == "float32":
-            step.float32_grads = _float32_grads(eqn, ins)
-        return step
-
-    def _reason_to_widen(self, operands) -> str:
-        if any(info.const for info in operands if info.wide):
-            return f"a constant that {self.policy.compute_dtype.name} cannot hold"
-        return "a factor computed in float32 from inputs alone, such as a rotation by position"
-
-
-_ACCUMULATOR = "a matmul of 16-bit operands; only float32 ops read it, so it gives its float32 sum"
-
-
-def _low(operands: Sequence[Info]) -> bool:
-    """The widest of the strong operands is in the compute dtype."""
-    strong = [info.low for info in operands if not info.weak]
-    return bool(strong) and all(strong)
-
-
-def _step(eqn, kind, reason, ins, low, float32_out=False) -> Step:
-    """A step whose float32 operands all go to one dtype, and its float32 results too."""
-    to_low = tuple(low if jaxprs.is_float32(atom) else None for atom in eqn.invars)
-    weak = kind != "matmul" and _all_weak(eqn, ins)
-    const = all(info.const for info in ins)
-    # Rounded, such a value would shift alike all that it is multiplied with: nothing averages out.
-    computed = kind == "full" and not const
-    out = Info(
-        low=low and not float32_out,
-        weak=weak,
-        const=const,
-        wide=weak and (computed or (kind == "follow" and any(info.wide for info in ins))),
-    )
-    outs = tuple(out if jaxprs.is_float32(var) else out._replace(low=False) for var in eqn.outvars)
-    return Step(eqn, kind, reason, tuple(ins), to_low, outs, float32_out=float32_out and low)
-
-
-def _all_weak(eqn, ins) -> bool:
-    """Integers and keys carry no precision: what is made from them is weak."""
-    pairs = zip(eqn.invars, ins, strict=True)
-    return all(info.weak for atom, info in pairs if jaxprs.is_inexact(atom))
-
-
-def _structure_step(eqn, ins, operands, reason) -> Step | None:
-    """Results keep their operand's info; None where several operands have to agree."""
-    if len(eqn.invars) == len(eqn.outvars):
-        outs = tuple(ins)
-    elif len(operands) == 1:
-        outs = tuple(operands) * len(eqn.outvars)
-    else:
-        return None
-    if eqn.primitive.name == "convert_element_type":
-        outs = (outs[0]._replace(weak=_all_weak(eqn, ins)),)
-    if eqn.primitive.name == "gather":  # has consumed the parameter; its rows are activations
-        outs = (outs[0]._replace(pinned=False),)
-    outs = tuple(
-        info if jaxprs.is_float32(var) else info._replace(low=False)
-        for info, var in zip(outs, eqn.outvars, strict=True)
-    )
-    return Step(eqn, "structure", reason, tuple(ins), (None,) * len(ins), outs)
-
-
-def _applies_a_function(eqn) -> bool:
-    """Whether a scatter is one of `.at[].apply`, and not one that overwrites."""
-    program = eqn.params.get("update_jaxpr")
-    return program is not None and bool(jaxprs.opened(program)[0].eqns)
-
-
-def _matmul_kind(eqn, reason) -> tuple[str, str]:
-    """Which matmuls are left alone, and why."""
-    narrowable = (np.float32, jnp.bfloat16, np.float16)
-    dtypes = [jaxprs.dtype_of(atom) for atom in eqn.invars[:2]]
-    if np.float32 not in dtypes or not jaxprs.is_float32(eqn.outvars[0]):
-        return "rigid", "the program chose these dtypes itself"
-    if any(dtype not in narrowable for dtype in dtypes):
-        return "rigid", "operands that are not float32, bfloat16 or float16"
-    precision = eqn.params.get("precision")
-    chosen = precision if isinstance(precision, tuple) else (precision,)
-    if any(p not in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH) for p in chosen):
-        return "full", f"precision={chosen[0]} is asked for"
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        if math.prod(eqn.invars[0].aval.shape[k] for k in contracted) <= 1:
-            return "follow", "an outer product adds nothing up: it is a multiplication"
-    return "matmul", reason
-
-
-def _outgrows(eqn, ins) -> bool:
-    """A weight makes far more numbers of an activation, as a language model's head does.
-
-    In float32 they would be the largest array of the program, for 2 % of the gradient's error.
-    """
-    if eqn.primitive.name != "dot_general" or not any(info.weak for info in ins):
-        return False
-    pairs = list(zip(eqn.invars, ins, strict=True))
-    activations = [atom for atom, info in pairs if not info.weak] or eqn.invars
-    read = max(atom.aval.size for atom in activations)
-    return eqn.outvars[0].aval.size > _LARGEST_GROWTH * read
-
-
-_LARGEST_GROWTH = 8
-
-
-def _float32_grads(eqn, ins) -> tuple[bool, ...]:
-    """Operands that are float32 weights: what is weak, and cast where it is used."""
-    if eqn.primitive.name != "dot_general" or eqn.params.get("out_sharding") is not None:
-        return ()
-    pairs = zip(eqn.invars, ins, strict=True)
-    weights = tuple(jaxprs.is_float32(atom) and i.weak and not i.low for atom, i in pairs)
-    return weights if any(weights) else ()
-
-
-def _guarded_kind(eqn, compute_dtype) -> str:
-    if compute_dtype == np.float16 or not 0 <= eqn.params.get("y", 2) <= 3:
-        return "full"
-    return "follow"
-
-
-def _is_wide(value: Any, compute_dtype: np.dtype) -> bool:
-    """A finite number in there is infinite, or a nonzero one zero, in the compute dtype."""
-    if isinstance(value, jax.core.Tracer) or getattr(value, "size", 1) > _LARGEST_CHECKED:
-        return False
-    if getattr(value, "dtype", None) not in (None, np.dtype(np.float32)):
-        return False
-    try:
-        size = np.abs(np.asarray(value, np.float32))
-    except (TypeError, ValueError):  # a key, or an array on devices of other processes
-        return False
-    size = size[np.isfinite(size) & (size > 0)]
-    with np.errstate(over="ignore", under="ignore"):
-        held = size.astype(compute_dtype).astype(np.float32)
-    return bool(size.size) and not bool(np.all(np.isfinite(held) & (held > 0)))
-
-
-_LARGEST_CHECKED = 2**24  # elements: looking at a constant costs a copy to the host
 
 
 def _is_call(step: Step) -> bool:

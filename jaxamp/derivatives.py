@@ -201,7 +201,7 @@ def matmul(eqn: Any, compute_dtype: Any, out_dtype: Any, of_weight: bool) -> Cal
     `preferred_element_type=float32` alone would make both matmuls of the backward pass float32 by
     float32; here the tangent is a 16-bit matmul, so its transpose casts the cotangent down first.
     """
-    is_dot = eqn.primitive.name == "dot_general" and eqn.params.get("out_sharding") is None
+    is_dot = dots.can_round(eqn)
     how = {name: eqn.params[name] for name in ("dimension_numbers", "precision") if is_dot}
 
     def product(*operands):

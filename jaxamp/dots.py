@@ -17,10 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxamp.jaxprs import Primitive
+
 rounded_dot_p = Primitive("rounded_dot")
+
+
+def can_round(eqn: Any) -> bool:
+    """Whether an equation is a matmul that `rounded_dot` can take the place of."""
+    return eqn.primitive.name == "dot_general" and eqn.params.get("out_sharding") is None
 
 
 def rounded_dot(
@@ -42,7 +48,7 @@ def _bind(lhs, rhs, dimension_numbers, precision, dtype, out_dtype):
     return rounded_dot_p.bind(
         lhs,
         rhs,
-        dimension_numbers=tuple((tuple(lhs), tuple(rhs)) for lhs, rhs in dimension_numbers),
+        dimension_numbers=tuple((tuple(a), tuple(b)) for a, b in dimension_numbers),
         precision=precision,
         dtype=dtype,
         out_dtype=out_dtype,

@@ -35,6 +35,9 @@ INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
 REMATS = ("remat", "remat2", "checkpoint")
 
 
+Primitive = jex_core.Primitive
+
+
 def opened(program: Any) -> tuple[Any, Sequence[Any]]:
     """A `Jaxpr` or `ClosedJaxpr` as (jaxpr, values of its constvars)."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())

@@ -15,7 +15,8 @@ class Info(NamedTuple):
         low: float32 in the trace, held in the compute dtype.
         weak: made from inputs and constants alone.
         const: made from literals alone.
-        wide: weak, and not to be rounded: out of the compute dtype's range, or made by a full op.
+        wide: weak, and may hold numbers that the compute dtype cannot.
+        computed: weak, and made by an op that runs in float32.
         pinned: a parameter that `policy.full` names, possibly reshaped.
     """
 
@@ -23,6 +24,7 @@ class Info(NamedTuple):
     weak: bool = True
     const: bool = False
     wide: bool = False
+    computed: bool = False
     pinned: bool = False
 
 

@@ -29,9 +29,9 @@ def strict_promotion():
 
 @pytest.fixture
 def eight_devices():
-    """Runs a script where the CPU is eight devices; returns the last line that it prints."""
+    """Runs a script where the CPU is eight devices; returns what it prints, or the last line."""
 
-    def run(script: str) -> str:
+    def run(script: str, whole: bool = False) -> str:
         flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
         result = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(script)],
@@ -41,7 +41,7 @@ def eight_devices():
             check=False,
         )
         assert result.returncode == 0, result.stderr
-        return result.stdout.strip().splitlines()[-1]
+        return result.stdout if whole else result.stdout.strip().splitlines()[-1]
 
     return run
 

@@ -11,16 +11,11 @@ import time
 import jax
 import numpy as np
 import pytest
+from small_run import RARELY, flags
 
 from train.config import Config, ConfigError, MeshConfig, ModelConfig
 from train.mesh import AXES, check_fits, make_mesh
 from train.parse import parse
-
-TINY = [
-    *("--model.n-layers", "2", "--model.d-model", "32", "--model.n-heads", "2"),
-    *("--data.seq-len", "32", "--eval-batches", "1", "--sample-tokens", "0"),
-    *("--eval-every-steps", "1000", "--checkpoint-every-steps", "1000"),
-]
 
 
 class Device:
@@ -74,13 +69,13 @@ def test_what_the_mesh_cannot_cut(settings, message):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--distributed.num-processes", "2"], ["--distributed.coordinator", "host"]]
+    "given", [["--distributed.num-processes", "2"], ["--distributed.coordinator", "host"]]
 )
-def test_flags_that_go_together(flags):
+def test_flags_that_go_together(given):
     from train.distributed import initialize
 
     with pytest.raises(ConfigError, match="go together"):
-        initialize(parse(flags, "test", "").distributed)
+        initialize(parse(given, "test", "").distributed)
 
 
 LOSSES = """
@@ -141,8 +136,8 @@ print("equal")
     assert eight_devices(script) == "equal"
 
 
-def test_weights_are_gathered_in_compute_dtype_and_gradients_reduced_as_asked(eight_devices):
-    """Read from the program before the CPU's compiler, which has no 16-bit collectives, sees it."""
+def test_gradients_of_weights_leave_their_matmul_as_asked(eight_devices):
+    """And so they are added up over devices; read from the program for a TPU, not compiled."""
     script = (
         LOSSES
         + """
@@ -167,11 +162,23 @@ print(dots_of_weights("f32"), dots_of_weights("compute"))
     assert eight_devices(script) == "{'f32'} {'bf16'}"
 
 
+def test_a_dry_run_says_what_a_device_would_hold(tmp_path, eight_devices):
+    more = [*flags(tmp_path / "run", "--dry-run", mesh__fsdp=4, mesh__tensor=2)]
+    script = f"""
+from train.run import main
+assert main({more!r}) == 0
+"""
+    assert eight_devices(script, whole=True).splitlines()[-5:-4] == [
+        "memory of one device, from the compiled train step:"
+    ]
+    assert not (tmp_path / "run").exists()
+
+
 # Several processes.
 
 
-def start(workdir, number, port, *flags):
-    command = [sys.executable, "-m", "train.run", "--workdir", str(workdir), *TINY, *flags]
+def start(workdir, number, port, *more):
+    command = [sys.executable, "-m", "train.run", *flags(workdir, *more, **RARELY)]
     command += ["--distributed.coordinator", f"127.0.0.1:{port}"]
     command += ["--distributed.num-processes", "2", "--distributed.process-id", str(number)]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -186,9 +193,9 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run_two(workdir, *flags, then=None):
+def run_two(workdir, *more, then=None):
     port = free_port()
-    pair = [start(workdir, number, port, *flags) for number in (0, 1)]
+    pair = [start(workdir, number, port, *more) for number in (0, 1)]
     if then:
         then(pair)
     outputs = [process.communicate(timeout=300) for process in pair]
@@ -208,20 +215,18 @@ def wait_for_step(workdir, step, pair):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    flags = ("--policy", "params=f32", "--num-steps", "6")
-    codes, outputs = run_two(tmp_path / "two", *flags, "--mesh.fsdp", "2")
+    codes, outputs = run_two(tmp_path / "two", "--mesh.fsdp", "2")
     assert codes == [0, 0], outputs
     # One of them speaks; gloo is not ours to hush.
     assert not [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")]
-    one = [sys.executable, "-m", "train.run", "--workdir", str(tmp_path / "one"), *TINY, *flags]
-    subprocess.run(one, check=True, capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    train = [sys.executable, "-m", "train.run"]
+    alone = {"capture_output": True, "text": True, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+    subprocess.run([*train, *flags(tmp_path / "one", **RARELY)], check=True, **alone)
     losses = [[m["train/loss"] for m in metrics(tmp_path / name)] for name in ("one", "two")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     # The same checkpoint goes on in one process.
-    more = [*one[:4], str(tmp_path / "two"), "--resume", "--num-steps", "8", "--mesh.fsdp", "1"]
-    result = subprocess.run(
-        more, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
+    more = ["--workdir", str(tmp_path / "two"), "--resume", "--num-steps", "8", "--mesh.fsdp", "1"]
+    result = subprocess.run([*train, *more], **alone)
     assert "going on from step 6" in result.stdout, result.stderr
     assert [m["step"] for m in metrics(tmp_path / "two")] == list(range(1, 9))
 
@@ -256,8 +261,7 @@ def test_a_killed_process_ends_the_other_with_a_word(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_coordinator_or_a_process_that_never_comes(tmp_path, number):
-    flags = ("--distributed.timeout-seconds", "5")
-    process = start(tmp_path / "run", number, free_port(), *flags)
+    process = start(tmp_path / "run", number, free_port(), "--distributed.timeout-seconds", "5")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2 and "Traceback" not in err, err
     assert err.strip().splitlines()[-1].startswith("error: the coordinator 127.0.0.1:"), err

@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from small_run import RARELY, flags
 
 from train.config import Config, ConfigError
 from train.parse import parse
@@ -29,19 +30,7 @@ def traced_steps(workdir):
 
 
 def train_tiny(workdir, window, *more):
-    flags = {
-        "--model.n-layers": "1",
-        "--model.d-model": "16",
-        "--model.n-heads": "2",
-        "--data.seq-len": "32",
-        "--batch-size": "4",
-        "--num-steps": "6",
-        "--eval-batches": "1",
-        "--sample-tokens": "0",
-        "--workdir": str(workdir),
-        "--profile-steps": window,
-    }
-    return main([*[part for pair in flags.items() for part in pair], *more])
+    return main(flags(workdir, *more, profile_steps=window, **RARELY))
 
 
 @pytest.mark.slow

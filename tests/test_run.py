@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from small_run import flags
 
 import jaxamp
 from train import loop
@@ -21,26 +22,6 @@ from train.loop import BadSteps
 from train.parse import load_json
 from train.run import main
 from train.step import at_floor
-
-SMALL = {
-    "--model.n-layers": "1",
-    "--model.d-model": "16",
-    "--model.n-heads": "2",
-    "--data.seq-len": "32",
-    "--batch-size": "4",
-    "--num-steps": "6",
-    "--eval-every-steps": "3",
-    "--eval-batches": "2",
-    "--checkpoint-every-steps": "3",
-    "--sample-tokens": "5",
-}
-
-
-def flags(workdir, *more, **changes):
-    settings = SMALL | {
-        "--" + name.replace("_", "-"): str(value) for name, value in changes.items()
-    }
-    return [*[part for pair in settings.items() for part in pair], "--workdir", str(workdir), *more]
 
 
 def run(workdir, *more, **changes):

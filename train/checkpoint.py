@@ -29,7 +29,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 import jaxamp
 from train.config import Config, MeshConfig
 from train.distributed import is_writer
-from train.mesh import make_mesh, state_shardings
+from train.mesh import make_mesh, placed
 from train.parse import load_json
 from train.resume import CheckpointError, convert, refuse_other_run
 from train.step import TrainState, init_state
@@ -257,12 +257,7 @@ def abstract_state(config: Config, vocab_size: int, mesh: Mesh | None = None) ->
     policy = jaxamp.get_policy(config.policy)
     shapes = jax.eval_shape(lambda: init_state(config, vocab_size, policy)[1])
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1]) if mesh is None else mesh
-    shardings = state_shardings(mesh, shapes)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+    return placed(mesh, shapes)
 
 
 def _config_of(step: int, meta: dict) -> Config:

@@ -4,34 +4,33 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 import jaxamp
 from train.config import Config
-from train.mesh import AXES, batch_sharding, state_shardings
-from train.step import TrainState, make_train_step
+from train.figures import aligned
+from train.fit import Memory, attempt
+from train.mesh import AXES, placed
 
 
-def shown(
-    config: Config, graphdef: nnx.GraphDef, state: TrainState, policy: jaxamp.Policy, mesh: Mesh
-) -> str:
+def shown(config: Config, params: Any, vocab_size: int, policy: jaxamp.Policy, mesh: Mesh) -> str:
     """Settings as JSON, the mesh, a line per parameter, and what one device holds.
 
     Args:
         config: As it was resolved.
-        graphdef: Of the model.
-        state: Shapes of the train state.
+        params: Shapes of the parameters.
+        vocab_size: Of the corpus.
         policy: Of the config.
         mesh: Where it would run.
     """
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    memory = attempt(config.model_copy(update={"model": model}), policy, mesh, 0).memory
     return "\n".join(
         [
             config.model_dump_json(indent=2),
             mesh_line(mesh),
-            *_parameter_lines(mesh, state.params),
-            *_memory_lines(config, graphdef, state, policy, mesh),
+            *aligned(_parameter_rows(mesh, params)),
+            *_memory_lines(memory),
         ]
     )
 
@@ -43,38 +42,17 @@ def mesh_line(mesh: Mesh) -> str:
     return f"mesh: {sizes} = {mesh.size} of {device.device_kind}"
 
 
-def _parameter_lines(mesh: Mesh, params: Any) -> list[str]:
+def _parameter_rows(mesh: Mesh, params: Any) -> list[tuple[str, ...]]:
     rows = [("parameter", "shape", "dtype", "on the mesh", "bytes a device")]
-    shardings = jax.tree.leaves(state_shardings(mesh, {"params": params}))
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(placed(mesh, params)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        axes = ", ".join("-" if axis is None else str(axis) for axis in sharding.spec) or "all"
-        rows.append((name, str(leaf.shape), str(leaf.dtype), axes, f"{_held(leaf, sharding):,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        axes = ", ".join("-" if axis is None else str(axis) for axis in leaf.sharding.spec) or "all"
+        held = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        rows.append((name, str(leaf.shape), str(leaf.dtype), axes, f"{held:,}"))
+    return rows
 
 
-def _held(leaf: Any, sharding: Any) -> int:
-    """Bytes of a leaf on one device."""
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _memory_lines(config, graphdef, state, policy, mesh) -> list[str]:
-    shardings = state_shardings(mesh, state)
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    ids = jax.ShapeDtypeStruct(
-        (config.batch_size, config.data.seq_len), np.int32, sharding=batch_sharding(mesh)
-    )
-    step = make_train_step(config, graphdef, policy)
-    with jax.set_mesh(mesh):
-        program = step.lower(jax.tree.map(place, state, shardings), {"tokens": ids, "labels": ids})
-        memory = program.compile().memory_analysis()
-    held = lambda tree, s: sum(jax.tree.leaves(jax.tree.map(_held, tree, s)))  # noqa: E731
-    sizes = {
-        "params": held(state.params, shardings.params),
-        "optimizer": held(state.opt_state, shardings.opt_state),
-        "activations and other temporaries": memory.temp_size_in_bytes,
-    }
+def _memory_lines(memory: Memory) -> list[str]:
+    sizes = {name: getattr(memory, name) for name in ("params", "moments", "activations", "peak")}
     lines = [f"  {name}: {size:,} bytes" for name, size in sizes.items()]
     return ["memory of one device, from the compiled train step:", *lines]

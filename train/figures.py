@@ -81,9 +81,18 @@ def _number(value: float | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_line(row, widths) for row in rows]
+    lines = aligned(rows)
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row; the first column to the left, the others to the right.
+
+    >>> aligned([["a", "10"], ["bcd", "2"]])
+    ['a    10', 'bcd   2']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [_line(row, widths) for row in rows]
 
 
 def _line(row: Iterable[str], widths: Iterable[int]) -> str:

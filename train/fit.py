@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import jaxamp
 from train.chips import Target
 from train.config import Config
-from train.mesh import batch_sharding, check_fits, make_mesh, state_shardings
+from train.mesh import batch_sharding, check_fits, make_mesh, placed
 from train.step import init_state, make_train_step
 
 BYTES_VOCABULARY = 257  # of the byte tokenizer, what a config without vocab_size trains with
@@ -61,23 +61,22 @@ class Attempt(NamedTuple):
     text: str | None
 
 
-def attempt(config: Config, policy: jaxamp.Policy, target: Target, mesh: Mesh) -> Attempt:
-    """The step that `train.run` would take, compiled for the devices of `mesh`."""
+def attempt(config: Config, policy: jaxamp.Policy, mesh: Mesh, capacity: int) -> Attempt:
+    """The step that `train.run` would take, compiled for the devices of `mesh`.
+
+    `capacity` is the memory of one of them, in bytes.
+    """
     vocab_size = config.model.vocab_size or BYTES_VOCABULARY
     with jax.set_mesh(mesh):
         graphdef, state = nnx.eval_shape(lambda: init_state(config, vocab_size, policy))
-        state = jax.tree.map(_placed, state, state_shardings(mesh, state))
-        shape = jax.ShapeDtypeStruct((config.batch_size, config.data.seq_len), np.int32)
-        ids = _placed(shape, batch_sharding(mesh))
+        state = placed(mesh, state)
+        shape = (config.batch_size, config.data.seq_len)
+        ids = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
         step = make_train_step(config, graphdef, policy)
         traced = step.trace(state, {"tokens": ids, "labels": ids})
         program, shortage = _compiled(traced.lower())
-    memory = _memory(state, ids, program, shortage, target.chip.memory_bytes)
+    memory = _memory(state, ids, program, shortage, capacity)
     return Attempt(config, memory, traced.jaxpr, program.as_text() if program else None)
-
-
-def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 class Shortage(NamedTuple):

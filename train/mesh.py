@@ -89,10 +89,19 @@ def check_fits(config: Config, mesh: Mesh) -> None:
         )
 
 
-def state_shardings(mesh: Mesh, state: Any) -> Any:
+def state_shardings(mesh: Any, state: Any) -> Any:
     """The sharding of each leaf of a train state, or of its parameters or gradients alone."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh)), state
+    )
+
+
+def placed(mesh: Mesh, state: Any) -> Any:
+    """The shapes of a train state, each with its sharding: to compile for, or to restore to."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        state_shardings(mesh, state),
     )
 
 
@@ -115,9 +124,7 @@ def constrain_like_parameters(tree: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return tree
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.lax.with_sharding_constraint(x, _spec(path, x.shape, mesh)), tree
-    )
+    return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))
 
 
 def data_part(mesh: Mesh, batch_size: int) -> tuple[int, int]:

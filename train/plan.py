@@ -19,6 +19,7 @@ from jaxamp.policy import auto_policy
 from train import fit
 from train.chips import NoCompiler, Target, find_target
 from train.config import Config, ConfigError
+from train.figures import aligned
 from train.parse import parse
 from train.roofline import Roofline, matmul_flops, roofline
 from train.traffic import Program, read
@@ -122,7 +123,8 @@ def plan(
     config: Config, policy: jaxamp.Policy, target: Target, mesh: Mesh, find_largest: bool
 ) -> Plan:
     """The plan of a config under one policy."""
-    try_config = _reporting(lambda config: fit.attempt(config, policy, target, mesh), policy)
+    capacity = target.chip.memory_bytes
+    try_config = _reporting(lambda config: fit.attempt(config, policy, mesh, capacity), policy)
     best = fit.with_least_remat(try_config, config, policy.compute_dtype != "float32")
     flops = matmul_flops(best.traced, mesh.size)
     program = read(best.text, mesh.size) if best.text is not None else None
@@ -205,12 +207,7 @@ def render(
     rows = [["", *columns]] + [
         [label, *(column.get(label, "-") for column in columns.values())] for label in labels
     ]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = [
-        row[0].ljust(widths[0])
-        + "".join(f"  {c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
+    lines = aligned(rows)
     for name, plan in plans.items():
         lines += [f"to make {name} fit: {hint}" for hint in plan.advice]
     return "\n".join([head, *lines, *(f"note: {note}" for note in notes)])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 import jaxamp
+from jaxamp import jaxprs
 from train.chips import Chip
 
 
@@ -58,7 +59,7 @@ def matmul_flops(program: Any, devices: int) -> float:
     >>> matmul_flops(program, devices=2) == 3 * 2 * 8**3 / 2
     True
     """
-    return sum(_flops(eqn, devices) for eqn in getattr(program, "jaxpr", program).eqns)
+    return sum(_flops(eqn, devices) for eqn in jaxprs.opened(program)[0].eqns)
 
 
 def _flops(eqn: Any, devices: int) -> float:
@@ -74,22 +75,13 @@ def _flops(eqn: Any, devices: int) -> float:
         return params["cost_estimate"].flops / devices
     # The program inside shard_map or of one grid point is that of one device or point.
     inside = 1 if name == "shard_map" else devices
-    costs = [matmul_flops(program, inside) for program in _programs(params)]
+    costs = [matmul_flops(program, inside) for program in jaxprs.programs(eqn)]
     if name == "cond":
         return max(costs, default=0.0)
     times = params.get("length", 1) if name == "scan" else 1
     if name == "pallas_call":
         times = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
     return times * sum(costs)
-
-
-def _programs(params: dict[str, Any]) -> list[Any]:
-    values = [
-        item
-        for value in params.values()
-        for item in (value if isinstance(value, tuple | list) else (value,))
-    ]
-    return [item for item in values if hasattr(getattr(item, "jaxpr", item), "eqns")]
 
 
 def _elements(var: Any) -> int:

@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         end_without_the_others(error)
     except KeyboardInterrupt:
-        print("interrupted before anything could be saved", file=sys.stderr)
+        print("interrupted; if there is a checkpoint, go on with --resume", file=sys.stderr)
         return 130
 
 
@@ -79,7 +79,8 @@ def _run(config: Config) -> int:
         say(str(jaxamp.explain(loss_fn, step_policy(policy, config))(*args)))
         return 0
     if config.dry_run:
-        say(shown(config, *structure(config, corpus, policy), policy, mesh))
+        params = structure(config, corpus, policy)[1].params
+        say(shown(config, params, corpus.vocab_size, policy, mesh))
         return 0
     multihost_utils.sync_global_devices("all have looked at workdir")
     start = prepare(config, corpus, policy, workdir, mesh)
@@ -93,9 +94,10 @@ def _run(config: Config) -> int:
             f"python -m train.run --workdir {workdir} --resume"
         )
         return 0
-    if jax.process_count() == 1:  # else no process has all of the parameters
-        _sample(config, corpus, policy, outcome, workdir)
-    say(f"wrote {workdir}: config.json, metrics.jsonl, checkpoints, tensorboard, sample.txt")
+    written = ["config.json", "metrics.jsonl", "checkpoints", "tensorboard"]
+    if _sample(config, corpus, policy, outcome, workdir):
+        written.append("sample.txt")
+    say(f"wrote {workdir}: {', '.join(written)}")
     say(_last_line(outcome))
     return 0
 
@@ -186,9 +188,11 @@ def _write_config(config: Config, workdir: Path) -> None:
 
 def _sample(
     config: Config, corpus: Corpus, policy: jaxamp.Policy, outcome: Outcome, workdir: Path
-) -> None:
-    if not config.sample_tokens or corpus.tokenizer is None:
-        return
+) -> bool:
+    """Prints and writes what the model says; whether it could."""
+    # No process of several has all of the parameters.
+    if not config.sample_tokens or corpus.tokenizer is None or jax.process_count() > 1:
+        return False
     prompt_ids = encode_prompt(corpus.tokenizer, config.sample_prompt)
     ids = generate(
         outcome.graphdef,
@@ -203,6 +207,7 @@ def _sample(
     text = corpus.tokenizer.decode(np.concatenate([prompt_ids, ids]))
     (workdir / "sample.txt").write_text(text + "\n")
     print(f"sample:\n{text}")
+    return True
 
 
 def _last_line(outcome: Outcome) -> str:
