@@ -60,7 +60,10 @@ def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
     product = int(np.prod([size for size in given.values() if size != -1]))
     plural = "device" if count == 1 else "devices"
     if free and count % product:
-        raise ConfigError(f"mesh {shown}: {count} {plural} cannot be divided by {product}")
+        raise ConfigError(
+            f"mesh {shown}: {count} {plural} cannot be divided by {product}; "
+            "make the sizes multiply up to the number of devices"
+        )
     sizes = tuple(count // product if size == -1 else size for size in given.values())
     if int(np.prod(sizes)) != count:
         raise ConfigError(
