@@ -120,7 +120,7 @@ def trace_call(fun: Callable, args: tuple, kwargs: dict) -> Call:
 
     arrays = [leaves[k] for k in at]
     try:
-        program = jax.make_jaxpr(of_arrays)(*arrays)
+        program = jaxprs.trace(of_arrays, *arrays)
     except jax.errors.JAXTypeError as error:
         error.add_note(
             "autocast traces its function as jax.jit does: its arrays have no values yet"

@@ -141,9 +141,11 @@ def _bind(step: Step, operands: list[Any], plan: Plan) -> list[Any]:
         return operands
     if step.outs[0:1] and step.outs[0].low and "preferred_element_type" in eqn.params:
         return jaxprs.bind_remembered(eqn, operands, preferred_element_type=compute_dtype)
+    of_default = "precision" in eqn.params and eqn.params["precision"] is None
+    changes = {"precision": jaxprs.default_precision()} if of_default else {}
     if step.kind != "rigid" and not eqn.effects:
-        return jaxprs.bind_remembered(eqn, operands)
-    return jaxprs.bind(eqn, operands)
+        return jaxprs.bind_remembered(eqn, operands, **changes)
+    return jaxprs.bind(eqn, operands, **changes)
 
 
 # Programs inside. `inside` is the program as a function of the equation's operands.
@@ -255,7 +257,7 @@ def _with_rule(wrap: Callable) -> Callable:
 
 
 def _autocast_rule(like: Plan, fun, avals, infos, args) -> tuple:
-    program = jax.make_jaxpr(fun)(*avals)
+    program = jaxprs.trace(fun, *avals)
     plan = make_plan(program, infos, like.policy, like.forced)
     return emit(plan, args), plan.outs, [var.aval for var in plan.jaxpr.outvars]
 

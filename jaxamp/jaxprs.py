@@ -80,6 +80,21 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def trace(fun: Callable, *avals: Any) -> Any:
+    """The closed jaxpr of `fun`, without the precision that JAX gives matmuls by default.
+
+    That one is meant for float32 matmuls, and which these are is not known yet.
+    """
+    with jax.default_matmul_precision(None):
+        return jax.make_jaxpr(fun)(*avals)
+
+
+def default_precision() -> Any:
+    """What `jax_default_matmul_precision` comes to as a param of a matmul; None where not set."""
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.dot(x, x))(np.ones((1, 1), np.float32)).eqns
+    return eqn.params["precision"]
+
+
 def bind(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
     """Bind the equation's primitive to new operands, with some params changed."""
     params = eqn.primitive.get_bind_params({**eqn.params, **changes})

@@ -6,7 +6,7 @@ import jmp
 import numpy as np
 import pytest
 from jax import lax
-from jaxpr_search import dtypes, float32_matmuls, scoped_equations
+from jaxpr_search import dtypes, equations, float32_matmuls, scoped_equations
 
 import jaxamp
 
@@ -330,6 +330,39 @@ def test_precision_highest_and_narrow_programs_are_left_alone():
     assert dtypes(half, x) == [["float16"] * 3]
     whole = jaxamp.autocast(lambda x: x.astype(int) @ x.astype(int), BF16)
     assert dtypes(whole, x) == [["int32"] * 3]
+
+
+@pytest.mark.parametrize("default", ["highest", "high", "default"])
+@pytest.mark.parametrize("rule", [False, True])
+def test_default_precision_is_for_the_matmuls_that_stay_in_float32(default, rule):
+    """As in PyTorch: it says how float32 is multiplied, not what is float32."""
+
+    @jax.custom_vjp
+    def dot(x, w):
+        return x @ w
+
+    def backward(residuals, cotangent):
+        x, w = residuals
+        return cotangent @ w.T, x.T @ cotangent
+
+    dot.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+    def loss(params, x):
+        x = (dot if rule else jnp.dot)(x, params["low"])
+        return jnp.sum(jnp.tanh(x @ params["full"]))
+
+    params = {"low": normal(0, 8, 8), "full": normal(1, 8, 8)}
+    mixed = jaxamp.grad(loss, "compute=bf16,full=full")
+    with jax.default_matmul_precision(default):
+        program = jax.make_jaxpr(mixed)(params, normal(2, 4, 8))
+        (plain,) = jax.make_jaxpr(jnp.dot)(jnp.eye(2), jnp.eye(2)).eqns
+    dots = [e for e in equations(program) if e.primitive.name in ("dot_general", "rounded_dot")]
+    is_low = [
+        e.primitive.name == "rounded_dot" or str(e.invars[0].aval.dtype) == "bfloat16" for e in dots
+    ]
+    assert is_low == [True, False, False, False, True] + [True] * rule
+    for eqn, low in zip(dots, is_low, strict=True):
+        assert eqn.params["precision"] == (None if low else plain.params["precision"])
 
 
 def test_look_ahead_gives_float32_logits_and_16_bit_gradients():

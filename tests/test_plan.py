@@ -66,6 +66,28 @@ def test_memory_on_a_cpu_is_that_of_a_step_compiled_by_hand(tmp_path, capsys):
     assert "fits" in out and "yes" in out and f"{flops:.4g}" in out
 
 
+@pytest.mark.slow
+def test_accumulation_holds_the_activations_of_one_microbatch():
+    model = ModelConfig(n_layers=2, d_model=32, n_heads=2, vocab_size=64)
+    mesh = make_mesh(Config().mesh, jax.devices()[:1])
+
+    def memory(rows, microbatches):
+        config = Config(
+            model=model,
+            data=DataConfig(seq_len=256),
+            batch_size=rows,
+            grad_accum_steps=microbatches,
+        )
+        return fit.attempt(config, jaxamp.get_policy("mixed_bfloat16"), mesh, 2**40).memory
+
+    one, whole, sixteen = memory(2, 1), memory(32, 1), memory(32, 16)
+    # Beside those of one microbatch: the sum of the gradients and the gradients that are added to
+    # it, in float32, and the batch in the order of its microbatches.
+    extra = 2 * one.params + 2 * 32 * 256 * 4
+    assert sixteen.activations < one.activations + extra
+    assert whole.activations > 10 * one.activations > 4 * sixteen.activations
+
+
 def test_a_step_that_does_not_fit_says_by_how_much_and_what_would(tmp_path, capsys, monkeypatch):
     tried = []
 
@@ -228,6 +250,63 @@ def test_a_loop_is_counted_as_xla_says_else_once():
     assert unknown.collective_bytes()["reduce-scatter"] == {"bf16": 1024}
 
 
+OVERLAPPED = """
+%start (p: bf16[16,64]) -> (bf16[16,64], bf16[64,64], u32[]) {
+  %p = bf16[16,64]{1,0} parameter(0)
+  %all-gather.1 = bf16[64,64]{1,0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %begun = (bf16[16,64]{1,0}, bf16[64,64]{1,0}, u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%meanwhile (p.1: bf16[16,64], q.1: bf16[64,64], x: f32[8,8]) -> (f32[8,8], bf16[16,64], bf16[64,64]) {
+  %p.1 = bf16[16,64]{1,0} parameter(0)
+  %q.1 = bf16[64,64]{1,0} parameter(1)
+  %x = f32[8,8]{1,0} parameter(2)
+  %all-gather.2 = bf16[64,64]{1,0} all-gather(%p.1), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+  %y = f32[8,8]{1,0} negate(%x)
+  ROOT %on = (f32[8,8]{1,0}, bf16[16,64]{1,0}, bf16[64,64]{1,0}, bf16[64,64]{1,0}) tuple(%y, %p.1, %q.1, %all-gather.2)
+}
+
+%finish (p.2: bf16[16,64], q.2: bf16[64,64]) -> bf16[64,64] {
+  %p.2 = bf16[16,64]{1,0} parameter(0)
+  %q.2 = bf16[64,64]{1,0} parameter(1)
+  ROOT %whole = bf16[64,64]{1,0} custom-call(%p.2, %q.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%body (carry: (f32[8,8], bf16[16,64], bf16[64,64])) -> (f32[8,8], bf16[16,64], bf16[64,64]) {
+  %carry = (f32[8,8]{1,0}, bf16[16,64]{1,0}, bf16[64,64]{1,0}) parameter(0)
+  %x.3 = f32[8,8]{1,0} get-tuple-element(%carry), index=0
+  %p.3 = bf16[16,64]{1,0} get-tuple-element(%carry), index=1
+  %q.3 = bf16[64,64]{1,0} get-tuple-element(%carry), index=2
+  ROOT %round = (f32[8,8]{1,0}, bf16[16,64]{1,0}, bf16[64,64]{1,0}) fusion(%p.3, %q.3, %x.3), kind=kLoop, calls=%meanwhile
+}
+
+%condition (carry.1: (f32[8,8])) -> pred[] {
+  %carry.1 = (f32[8,8]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (w: bf16[16,64]) -> bf16[64,64] {
+  %w = bf16[16,64]{1,0} parameter(0)
+  %first = (bf16[16,64]{1,0}, bf16[64,64]{1,0}, u32[]{:S(2)}) fusion(%w), kind=kCustom, calls=%start
+  %loop = (f32[8,8]{1,0}, bf16[16,64]{1,0}, bf16[64,64]{1,0}) while(%first), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %p.4 = bf16[16,64]{1,0} get-tuple-element(%loop), index=1
+  %q.4 = bf16[64,64]{1,0} get-tuple-element(%loop), index=2
+  %near = (bf16[16,64]{1,0:S(1)}, bf16[16,64]{1,0}, u32[]{:S(2)}) copy-start(%w)
+  %slice-start = ((bf16[64,64]{1,0}), bf16[8,64]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%q.4), slice={[0:8], [0:64]}
+  ROOT %last = bf16[64,64]{1,0} fusion(%p.4, %q.4), kind=kCustom, calls=%finish
+}
+"""  # noqa: E501
+
+
+def test_a_collective_that_runs_while_a_loop_computes_counts_once():
+    """As a TPU's compiler writes it: in parts that hand its buffers through."""
+    found = traffic.read(OVERLAPPED, devices=4)
+    part, whole, x = 16 * 64 * 2, 64 * 64 * 2, 8 * 8 * 4
+    assert found.collective_bytes() == {"all-gather": {"bf16": whole}}
+    copied = part + 8 * 64 * 2  # to vector memory: read, and not written
+    assert found.accessed_bytes == part + whole + 5 * 2 * x + copied
+
+
 def test_bytes_of_a_scan_read_each_slice_of_its_operand_once():
     def step(x, w):
         return jnp.sin(x @ w), None
@@ -356,6 +435,39 @@ def test_plan_for_a_tpu_is_that_of_a_step_compiled_by_hand(tmp_path):
     planned = found["policies"]["mixed_bfloat16"]
     assert planned["peak_bytes"] == stats.peak_memory_in_bytes
     assert planned["collective_bytes"] and planned["roofline"]["limit"] in ("memory", "network")
+
+
+@pytest.mark.tpu
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+def test_weights_are_gathered_in_sixteen_bits():
+    """Half of what float32 moves where its matmuls are really float32: a TPU's default precision
+    rounds their operands, and its compiler then gathers them rounded."""
+    target = tpu("v5e:2x2")
+    model = ModelConfig(
+        n_layers=2, d_model=512, n_heads=4, vocab_size=8192, tie_embeddings=False, norm="layernorm"
+    )
+    config = Config(model=model, batch_size=8, mesh={"fsdp": 4})  # type: ignore[arg-type]
+    mesh = make_mesh(config.mesh, target.devices)
+    moved = {}
+    with jax.default_matmul_precision("highest"):
+        for name in ("float32", "mixed_bfloat16"):
+            attempt = fit.attempt(config, jaxamp.get_policy(name), mesh, 2**34)
+            assert attempt.text is not None
+            # Some gathers are rings of permutes that a matmul overlaps.
+            moved[name] = {
+                dtype: sum(
+                    c.sent_bytes * c.times
+                    for c in traffic.read(attempt.text, 4).collectives
+                    if c.kind in ("all-gather", "collective-permute") and c.dtype == dtype
+                )
+                for dtype in ("f32", "bf16")
+            }
+    layers = 4 * 512**2 + 3 * 512 * model.feed_forward_size
+    weights = 2 * 2 * layers + 512 * 8192  # of two layers forward and backward, and of the head
+    found = 8 * 128 * 512  # of the embedding, looked up in float32
+    sent, found = weights * 3 / 4, found * 4 * 3 / 4  # by each of four
+    assert moved["float32"] == {"f32": 4 * sent + found, "bf16": 0}
+    assert moved["mixed_bfloat16"] == {"f32": found, "bf16": 2 * sent}
 
 
 @pytest.mark.tpu

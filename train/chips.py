@@ -51,14 +51,20 @@ def _tpu(name, kinds, tera, memory_gib, giga, interconnect_giga, page) -> Chip:
     return Chip(name, kinds, flops, memory, giga * 1e9, interconnect_giga * 1e9, source)
 
 
-def _gpu(name, kinds, tera, memory_bytes, giga, interconnect_giga, page) -> Chip:
+def _gpu(name, kinds, tera, memory_bytes, giga, interconnect_giga, source) -> Chip:
     flops = {"bfloat16": tera * 1e12, "float16": tera * 1e12, "float32": tera / 2 * 1e12}
-    source = f"https://www.nvidia.com/en-us/data-center/{page}/"
     return Chip(name, kinds, flops, memory_bytes, giga * 1e9, interconnect_giga * 1e9, source)
 
 
-# Memory of GPUs in bytes: what the driver shows of it, from OpenXLA's target_config/specs. A TPU7x
-# chip is two devices to JAX, and the row is one of them; the two cores of a v4 or v5p are one.
+# Memory of GPUs in bytes: what the driver shows of it, from OpenXLA's target_config/specs; but H200
+# (141 GiB there) as PyTorch logs show it. A TPU7x chip is two devices to JAX, and the row is one of
+# them; the two cores of a v4 or v5p are one.
+# Seen on the makers' pages: TPUs, and of B200 the interconnect. v4's page has no interconnect: six
+# links of 50 GB/s are from Google's paper, https://arxiv.org/abs/2304.01433 (table 4), while the
+# page's all-reduce of a pod comes to 269 GB/s a chip. Not seen on the maker's page, only as others
+# quote it: v4's links and all else of GPUs. B200: DGX pages say 8 TB/s, the data sheet 7.7.
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_BLACKWELL = "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703"
 _CHIPS: tuple[Chip, ...] = (
     _tpu("v4", ("TPU v4",), 275, 32, 1200, 300, "v4"),
     _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 16, 819, 200, "v5e"),
@@ -77,13 +83,19 @@ _CHIPS: tuple[Chip, ...] = (
         85100068864,
         2039,
         300,
-        "a100",
+        f"{_NVIDIA}/a100/",
     ),
-    _gpu("h100", ("NVIDIA H100 80GB HBM3",), 989.4, 84942979072, 3350, 450, "h100"),
+    _gpu("h100", ("NVIDIA H100 80GB HBM3",), 989.4, 84942979072, 3350, 450, f"{_NVIDIA}/h100/"),
     _gpu(
-        "h200", ("NVIDIA H200", "NVIDIA H200 141GB HBM3e"), 989.4, 151397597184, 4800, 450, "h200"
+        "h200",
+        ("NVIDIA H200", "NVIDIA H200 141GB HBM3e"),
+        989.4,
+        143156 * 2**20,
+        4800,
+        450,
+        f"{_NVIDIA}/h200/",
     ),
-    _gpu("b200", ("NVIDIA B200",), 2250, 191514411008, 8000, 900, "dgx-b200"),
+    _gpu("b200", ("NVIDIA B200",), 2250, 191514411008, 7700, 900, _BLACKWELL),
 )
 _BY_NAME = {chip.name: chip for chip in _CHIPS}
 _BY_KIND = {kind: chip for chip in _CHIPS for kind in chip.device_kinds}
@@ -127,7 +139,9 @@ def find_target(name: str) -> Target:
         NoCompiler: its compiler is not installed.
     """
     kind, _, shape = name.strip().lower().partition(":")
-    if kind == "cpu" and not shape:
+    if kind == "cpu":
+        if shape:
+            raise ConfigError(f"--target {name}: cpu has no sizes, it is this machine's")
         return Target("cpu", _cpu(), jax.devices("cpu"))
     if kind not in _BY_NAME:
         raise ConfigError(f"--target {name}: unknown chip {kind!r}{_nearest(kind)}")
@@ -195,8 +209,9 @@ _GPU_NOTES = (
     "real program differ",
 )
 
-# XLA's GpuTargetConfigProto. Cores, clock and memory are from data sheets, limits from the CUDA
-# programming guide's table of compute capabilities. B200's cache: OpenXLA's target_config/specs.
+# XLA's GpuTargetConfigProto. Cores and clock are from data sheets, limits from the CUDA programming
+# guide's table of compute capabilities; OpenXLA's target_config/specs has the same. B200's cache is
+# from there, H200's as PyTorch logs show it (there it has the 50 MiB of an H100).
 _GPU_TEXT = """
 platform_name: "CUDA"
 device_description_str: "{kind}"
@@ -229,7 +244,7 @@ _GPU_FIELDS: dict[str, dict[str, Any]] = {
     "a100": {"capability": 8, "cores": 108, "fpus": 64, "clock": 1.41, "cache": 40 * 2**20}
     | {"shared": 163 * 1024, "shared_core": 164 * 1024},
     "h100": _HOPPER | _SHARED,
-    "h200": _HOPPER | _SHARED,
+    "h200": _HOPPER | _SHARED | {"cache": 60 * 2**20},
     "b200": {"capability": 10, "cores": 148, "fpus": 128, "clock": 1.965, "cache": 132644864}
     | _SHARED,
 }

@@ -38,15 +38,15 @@ def parse(text: str) -> tuple[str, Computations]:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    end = closing(rest) if rest.startswith("(") else rest.index(" ")
     opcode, _, after = rest[end:].strip().partition("(")
-    inside = after[: _closing("(" + after) - 2]
+    inside = after[: closing("(" + after) - 2]
     inside = re.sub(r"/\*.*?\*/|[\[{][^\]}]*[\]}]", "", inside)
     operands = tuple(part.split()[-1].lstrip("%") for part in inside.split(",") if part.split())
     return Instruction(name, rest[:end], opcode, operands, rest[end:])
 
 
-def _closing(text: str) -> int:
+def closing(text: str) -> int:
     """Where the parenthesis that `text` starts with is closed, plus 1."""
     depth = 0
     for place, character in enumerate(text):

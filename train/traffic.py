@@ -1,14 +1,14 @@
 """What an optimized program moves: collectives and bytes of memory, loops times their trips.
 
-XLA's own cost analysis counts the body of a loop once, and a GPU's compiler has none. Where both
-count a loop once, this one is within 10 % of XLA's bytes.
+XLA's own cost analysis counts the body of a loop once and a TPU's vector memory like its main one,
+and a GPU's compiler has none. Counted its way, a train step on one TPU v5e is within 0.5 % of it.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from train.hlo import (
     Computations,
@@ -16,6 +16,7 @@ from train.hlo import (
     arrays,
     attribute,
     bytes_of,
+    closing,
     executions,
     parse,
     size,
@@ -27,6 +28,7 @@ _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
     *("call", "after-all", "opt-barrier", "partition-id", "replica-id", "iota", "add-dependency"),
 )
+_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -78,36 +80,35 @@ def read(text: str, devices: int = 1) -> Program:
     """The figures of a compiled program's text, `compiled.as_text()`, for that many devices."""
     entry, computations = parse(text)
     runs, unknown = executions(entry, computations)
-    collectives: list[Collective] = []
     accessed = 0.0
     for name, times in runs:
-        collectives += _collectives(name, times, computations, devices)
         body = computations[name]
         accessed += times * sum(_accessed(i, body, computations) for i in body.values())
-    return Program(collectives, accessed, unknown)
+    return Program(_collectives(runs, computations, devices), accessed, unknown)
 
 
 def _collectives(
-    name: str, times: int, computations: Computations, devices: int
-) -> Iterator[Collective]:
-    """Those of a computation and its fusions.
+    runs: list[tuple[str, int]], computations: Computations, devices: int
+) -> list[Collective]:
+    """Those of all computations and their fusions.
 
-    The parts into which a TPU's compiler cuts an asynchronous one share a channel.
+    The parts into which a TPU's compiler cuts an asynchronous one share a channel. Some lie in a
+    loop that computes meanwhile: the one that runs least says how often it starts.
     """
-    seen = set()
-    for holder, body in _with_fusions(name, computations):
-        for instruction in body.values():
-            kind = instruction.opcode.removesuffix("-start")
-            if kind not in KINDS:
-                continue
-            channel = re.search(r"channel_id=(\d+)", instruction.text)
-            key = channel[1] if channel else (holder, instruction.name)
-            if key in seen:
-                continue
-            seen.add(key)
-            if holder.startswith("all-reduce-scatter"):  # a TPU's fusion of both
-                kind = "reduce-scatter"
-            yield from _cost(kind, instruction, body, times, devices)
+    found: dict[Any, list[Collective]] = {}
+    for name, times in sorted(runs, key=lambda run: run[1]):
+        for holder, body in _with_fusions(name, computations):
+            for instruction in body.values():
+                kind = instruction.opcode.removesuffix("-start")
+                if kind not in KINDS:
+                    continue
+                channel = re.search(r"channel_id=(\d+)", instruction.text)
+                key = channel[1] if channel else (name, holder, instruction.name)
+                if holder.startswith("all-reduce-scatter"):  # a TPU's fusion of both
+                    kind = "reduce-scatter"
+                if key not in found:
+                    found[key] = list(_cost(kind, instruction, body, times, devices))
+    return [collective for parts in found.values() for collective in parts]
 
 
 def _with_fusions(name: str, computations: Computations) -> Iterator[tuple[str, dict]]:
@@ -148,14 +149,22 @@ def _accessed(instruction: Instruction, body: dict, computations: Computations) 
     opcode, operands = instruction.opcode, [name for name in instruction.operands if name in body]
     if opcode in _FREE or opcode.endswith("-done") or "AllocateBuffer" in instruction.text:
         return 0.0
-    if opcode in _SLICES or opcode == "slice-start":
+    if opcode == "copy-start":
+        return size(instruction.type)  # where to, and where from
+    if opcode == "slice-start":
+        result = instruction.type[closing(instruction.type[1:]) + 1 :]
+        dtype, count = arrays(result)[0]
+        return size(result) + count * bytes_of(dtype)
+    if opcode in _SLICES:
         return 2 * min(size(instruction.type), *(size(body[name].type) for name in operands[:1]))
     if opcode == "dynamic-update-slice":
         return 2 * size(body[operands[1]].type)
     if opcode != "fusion":
         read = sum(size(body[name].type) for name in operands)
-        return 2 * read if opcode == "copy-start" else read + size(instruction.type)
+        return read + size(instruction.type)
     inside = computations.get(attribute(instruction, "calls") or "", {})
+    if any(_DONE in i.text for i in inside.values()):
+        return 0.0
     read = sum(
         min(size(body[name].type), _read(place, inside, computations))
         for place, name in enumerate(instruction.operands)
@@ -176,6 +185,8 @@ def _read(place: int, inside: dict, computations: Computations) -> float:
         first = bool(user.operands) and user.operands[0] in names
         if user.opcode == "bitcast":
             names.add(user.name)
+        elif user.opcode == "tuple" or (user.opcode in KINDS and _goes_on(inside)):
+            continue
         elif user.opcode in _SLICES and first:
             total += size(user.type, everywhere=True)
         elif user.opcode == "fusion":
@@ -187,10 +198,20 @@ def _read(place: int, inside: dict, computations: Computations) -> float:
     return total
 
 
+def _goes_on(inside: dict) -> bool:
+    """Whether a fusion computes while a collective runs that has started before: it hands its
+    buffers through, and they count where it starts."""
+    starts = any(_START in instruction.text for instruction in inside.values())
+    tuple_of = list(inside.values())[-1]
+    return not starts and tuple_of.opcode == "tuple"
+
+
 def _written(root: Instruction, inside: dict, computations: Computations) -> float:
     """Bytes that a fusion writes: of what it updates in place, the update."""
     operands = [inside[name] for name in root.operands if name in inside]
-    if root.opcode in ("tuple", "bitcast"):
+    if root.opcode == "parameter" or (root.opcode in KINDS and _goes_on(inside)):
+        return 0.0
+    if root.opcode in ("tuple", "bitcast") or _START in root.text:
         return sum(_written(operand, inside, computations) for operand in operands)
     if root.opcode == "dynamic-update-slice":
         return size(operands[1].type, everywhere=True)
