@@ -11,7 +11,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-INCHES = (5.2, 3.7)
+WIDTH, HEIGHT, LEGEND_ROW = 4.8, 3.1, 0.23
+"""Inches; the legend's rows come on top of the height, so that they do not squeeze the plot."""
 GENERATOR = "train.report"
 
 
@@ -36,6 +37,7 @@ class Chart(NamedTuple):
     light_svg: bytes
     dark_svg: bytes
     png: bytes
+    inches: tuple[float, float]
 
 
 Draw = Callable[[Axes, Theme], None]
@@ -72,46 +74,55 @@ def marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
-def chart(name: str, title: str, caption: str, alt: str, draw: Draw) -> Chart:
+def chart(
+    name: str, title: str, caption: str, alt: str, draw: Draw, height: float = HEIGHT
+) -> Chart:
     """Draws for light and dark pages, and for a file; the same input gives the same bytes."""
-    light, dark = (_render(title, draw, theme, "svg") for theme in (LIGHT, DARK))
-    return Chart(name, title, caption, alt, light, dark, _render(title, draw, LIGHT, "png"))
+    (light, inches), (dark, _), (png, _) = (
+        _render(title, draw, height, theme, form)
+        for theme, form in ((LIGHT, "svg"), (DARK, "svg"), (LIGHT, "png"))
+    )
+    return Chart(name, title, caption, alt, light, dark, png, inches)
 
 
-def _render(title: str, draw: Draw, theme: Theme, form: str) -> bytes:
+def _render(
+    title: str, draw: Draw, height: float, theme: Theme, form: str
+) -> tuple[bytes, tuple[float, float]]:
     with mpl.rc_context():
         mpl.rcdefaults()  # the user's own style is for the user's charts
         for name, value in _settings(theme).items():
             mpl.rcParams[name] = value
-        figure = Figure(figsize=INCHES, layout="constrained")
+        figure = Figure(layout="constrained")
+        figure.suptitle(title, x=0.02, ha="left", fontsize=12.5, fontweight="bold")
         axes = figure.add_subplot()
-        axes.set_title(title, loc="left", fontweight="bold")
         draw(axes, theme)
-        _legend(figure, axes)
+        inches = WIDTH, round(height + _legend(figure, axes) * LEGEND_ROW, 2)
+        figure.set_size_inches(inches)
         buffer = io.BytesIO()
         metadata = (
             {"Date": None, "Creator": GENERATOR} if form == "svg" else {"Software": GENERATOR}
         )
         figure.savefig(buffer, format=form, metadata=metadata, transparent=form == "svg", dpi=180)
-    return buffer.getvalue()
+    return buffer.getvalue(), inches
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def _legend(figure: Figure, axes: Axes) -> int:
+    """Draws it under the plot; how many rows it has."""
     handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        columns = 1 if max(map(len, labels)) > 28 else 2
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    if not labels:
+        return 0
+    longest = max(map(len, labels))
+    columns = min(len(labels), 1 if longest > 24 else 2 if longest > 12 else 4)
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    return -(-len(labels) // columns)
 
 
 def _settings(theme: Theme) -> dict[Any, Any]:
-    inks = ("text.color", "axes.titlecolor")
     muted = ("axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
     return {
         "svg.hashsalt": GENERATOR,
         "svg.fonttype": "path",
         "font.size": 11,
-        "axes.titlesize": 12,
-        "axes.titlepad": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
@@ -124,6 +135,6 @@ def _settings(theme: Theme) -> dict[Any, Any]:
         "legend.handlelength": 2.6,
         "legend.fontsize": 10.5,
         "legend.columnspacing": 1.2,
-        **dict.fromkeys(inks, theme.ink),
+        "text.color": theme.ink,
         **dict.fromkeys(muted, theme.muted),
     }

@@ -2,11 +2,11 @@
 
 import functools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from train.chart_style import HATCHES, Chart, Theme, chart, marker, policy_style
 from train.curves import Curve, bad_steps, curve, difference_curve, thinned
@@ -40,17 +40,17 @@ def _difference(results: Results, tolerance: float) -> Chart | None:
         for bound in (-tolerance, tolerance):
             axes.axhline(bound, color=theme.muted, linewidth=0.9, linestyle=(0, (2, 2)))
         for k, line in train.items():
-            _line(axes, line, k, theme, f"{_name(results, k)}, train")
+            _line(axes, line, k, theme, _name(results, k))
         for k, line in evals.items():
             if line is not None:
-                _points(axes, line, k, theme, f"{_name(results, k)}, eval")
+                _points(axes, line, k, theme)
         _label(axes, f"loss - loss of {base.policy} (nats)")
 
     width = next(iter(train.values())).width
     caption = (
         f"Loss less that of {base.policy}, seed by seed: same data, same initial parameters. "
         f"Line and band: train loss, {_mean_of(width)}, mean and range over seeds; points and "
-        f"bars: eval loss, mean and range. Shaded: the tolerance of +-{tolerance:g} nats."
+        f"bars: eval loss, mean and range. Shaded: the tolerance of ±{tolerance:g} nats."
     )
     ends = [
         f"{_name(results, k)} {line.mean[-1]:+.4f} at step {line.steps[-1]:g}"
@@ -68,8 +68,8 @@ def _losses(results: Results) -> list[Chart | None]:
 
 
 def _grad_norm(results: Results) -> Chart | None:
-    label = "gradient norm, before the clip"
-    return _over_steps(results, "train/grad_norm", "grad-norm", "Gradient norm", label, "log")
+    title = "Gradient norm before the clip"
+    return _over_steps(results, "train/grad_norm", "grad-norm", title, "gradient norm", "log")
 
 
 def _over_steps(
@@ -83,7 +83,11 @@ def _over_steps(
     bad = {k: bad_steps(results.policies[k].runs, metric) for k in lines}
 
     def draw(axes: Axes, theme: Theme) -> None:
-        axes.set_yscale(scale)
+        if scale == "log":
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
         for k, line in lines.items():
             _line(axes, line, k, theme, _name(results, k), marks=len(line.steps) <= 30)
             _crosses(axes, bad[k], k, theme)
@@ -162,7 +166,7 @@ def _step_time(results: Results) -> Chart | None:
         if r.speed.step_seconds
     ]
     alt = f"Time of a step, median in milliseconds: {'; '.join(medians)}."
-    return chart("step-time", "Time of a step", caption, alt, draw)
+    return chart("step-time", "Time of a step", caption, alt, draw, _rows_height(timed))
 
 
 def _memory(results: Results) -> Chart | None:
@@ -191,7 +195,7 @@ def _memory(results: Results) -> Chart | None:
     totals = [f"{_name(results, k)} {sum(p.values()) / size:.3g} {unit}" for k, p in parts.items()]
     alt = f"Memory of a compiled step: {'; '.join(totals)}."
     caption = "Peak of one device in one step as the compiler plans it, by what fills it."
-    return chart("memory", "Memory of a step", caption, alt, draw)
+    return chart("memory", "Memory of a step", caption, alt, draw, _rows_height(parts))
 
 
 def unit_of(size: float) -> tuple[str, float]:
@@ -215,19 +219,22 @@ def _line(
     axes.fill_between(line.steps, line.low, line.high, color=style["color"], alpha=0.2, linewidth=0)
 
 
-def _points(axes: Axes, line: Curve, index: int, theme: Theme, label: str) -> None:
+def _points(axes: Axes, line: Curve, index: int, theme: Theme) -> None:
     bars = np.stack([line.mean - line.low, line.high - line.mean])
     axes.errorbar(
         line.steps, line.mean, np.maximum(bars, 0), fmt=marker(index), markersize=5.5, capsize=3,
-        color=policy_style(index, theme)["color"], label=label, elinewidth=1.3,
+        color=policy_style(index, theme)["color"], elinewidth=1.3,
     )  # fmt: skip
 
 
 def _crosses(axes: Axes, steps: np.ndarray, index: int, theme: Theme) -> None:
+    if not len(steps):
+        return
     height = np.full(len(steps), 1.0 - 0.03 * index)
     axes.plot(
         steps, height, "x", color=policy_style(index, theme)["color"], markersize=5,
         transform=axes.get_xaxis_transform(), clip_on=False,
+        in_layout=False,
     )  # fmt: skip
 
 
@@ -235,6 +242,10 @@ def _rows(axes: Axes, results: Results, rows: Sequence[int]) -> None:
     axes.set_yticks(rows, [_wrapped(results.policies[k].policy) for k in rows])
     axes.set_ylim(max(rows) + 0.6, min(rows) - 0.6)
     axes.grid(visible=False, axis="y")
+
+
+def _rows_height(rows: Sized) -> float:
+    return 1.3 + 0.55 * len(rows)
 
 
 def _label(axes: Axes, label: str) -> None:
@@ -253,7 +264,7 @@ def _name(results: Results, index: int) -> str:
 
 
 def _mean_of(width: int) -> str:
-    return "each step a point" if width == 1 else f"a point is the mean of {width} steps"
+    return "every value is a point" if width == 1 else f"a point is the mean of {width} steps"
 
 
 def _wrapped(name: str) -> str:

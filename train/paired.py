@@ -49,6 +49,13 @@ def t_interval(differences: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half, n)
 
 
+def ratio_interval(ratios: Sequence[float]) -> Interval:
+    """`t_interval` of the logarithms, as ratios: the geometric mean and its bounds."""
+    mean, low, high, count = t_interval(np.log(ratios).tolist())
+    back = lambda x: None if x is None else float(np.exp(x))  # noqa: E731
+    return Interval(float(np.exp(mean)), back(low), back(high), count)
+
+
 def outcome(interval: Interval, tolerance: float) -> Outcome:
     """What an interval says about a tolerance that was set before it was looked at.
 
@@ -69,11 +76,13 @@ def covers(low: float, high: float, value: float) -> bool:
 
 
 def mean_and_range(values: Sequence[float]) -> Spread:
-    return Spread(float(np.mean(values)), float(min(values)), float(max(values)), len(values))
+    """NaN, all three, where a value is."""
+    return Spread(float(np.mean(values)), float(np.min(values)), float(np.max(values)), len(values))
 
 
 def median_and_range(values: Sequence[float]) -> Spread:
-    return Spread(float(np.median(values)), float(min(values)), float(max(values)), len(values))
+    low, high = float(np.min(values)), float(np.max(values))
+    return Spread(float(np.median(values)), low, high, len(values))
 
 
 def quartiles(values: np.ndarray) -> Spread:

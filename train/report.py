@@ -53,9 +53,11 @@ def main(args: Sequence[str] | None = None) -> int:
         options = parse_flags(Options, given, PROG, ABOUT)
         if not options.runs:
             raise ReportError("no runs to report; give directories that train.run wrote")
-        comparison = Comparison(options.title, options.runs)
+        comparison = Comparison("Equal conditions", options.runs)
         command = shlex.join(["python", "-m", "train.report", *given])
-        found = write_report([comparison], options.output, command, options.tolerance)
+        found = write_report(
+            [comparison], options.output, command, options.tolerance, options.title
+        )
     except (ConfigError, ReportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,18 +71,22 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def write_report(
-    comparisons: Sequence[Comparison], directory: Path, command: str, tolerance: float
+    comparisons: Sequence[Comparison],
+    directory: Path,
+    command: str,
+    tolerance: float,
+    title: str = TITLE,
 ) -> list[Verdict]:
     """Writes report.html, report.md, report.json and the charts; what they say of each policy.
 
-    Everything is made before anything is written. The title of the page is that of the first
-    comparison.
+    Everything is made before anything is written.
 
     Args:
         comparisons: Runs under equal conditions, one experiment each.
         directory: Made where it is not there; files of an older report in it are replaced.
         command: How the report was asked for, to be shown in it.
         tolerance: In nats, set before the runs were looked at.
+        title: Of the page.
 
     Raises:
         ReportError: runs that cannot be compared, or a file in `directory` that is no report's.
@@ -96,7 +102,6 @@ def write_report(
         Section(one, verdicts(one, tolerance), charts(one, tolerance), _prefix(one, number))
         for number, one in enumerate(found)
     ]
-    title = found[0].title
     files = {
         "report.html": html(sections, title, command, tolerance).encode(),
         "report.md": markdown(sections, title, command, tolerance).encode(),

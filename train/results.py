@@ -12,6 +12,7 @@ from train.paired import (
     mean_and_range,
     median_and_range,
     quartiles,
+    ratio_interval,
     t_interval,
     window,
 )
@@ -44,6 +45,8 @@ class Speed:
         step_seconds: Quartiles over the steps of all seeds.
         tokens_per_second: Median and range over seeds of a run's tokens a step / median seconds.
         to_base: Median and range over paired seeds of the ratio of tokens a second.
+        to_base_interval: Of the mean of its logarithm over seeds, as a ratio again; `mean` is the
+            geometric one.
         compile_seconds: Median and range over seeds.
         mfu: Model FLOPs utilization, median over the steps of all seeds.
     """
@@ -51,6 +54,7 @@ class Speed:
     step_seconds: Spread | None
     tokens_per_second: Spread | None
     to_base: Spread | None
+    to_base_interval: Interval | None
     compile_seconds: Spread | None
     mfu: float | None
 
@@ -190,6 +194,7 @@ def _speed(group: Group, base: Group) -> Speed:
         quartiles(seconds) if len(seconds) else None,
         median_and_range(speeds) if speeds else None,
         median_and_range(ratios) if ratios else None,
+        ratio_interval(ratios) if ratios else None,
         median_and_range(compiling) if compiling else None,
         float(np.median(utilization)) if len(utilization) else None,
     )

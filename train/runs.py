@@ -138,10 +138,12 @@ def policy_name(policy: str) -> str:
     >>> policy_name("params=f32,compute=bf16,output=f32")
     'mixed_bfloat16'
     >>> policy_name("compute=bf16,full=head")
-    'params=f32,compute=bf16,output=f32,full=head'
+    'compute=bf16,full=head'
     """
     parsed = jaxamp.get_policy(policy)
-    names = [name for name in PRESETS if jaxamp.get_policy(name) == parsed]
+    parts = str(parsed).split(",")
+    short = ",".join(part for part in parts if part not in ("params=f32", "output=f32"))
+    names = [name for name in (*PRESETS, short) if name and jaxamp.get_policy(name) == parsed]
     return names[0] if names else str(parsed)
 
 

@@ -79,7 +79,7 @@ def bad_end(run: Run) -> str | None:
     A gradient norm counts only where the run is unfinished: an overflow at the last step is how a
     dynamic loss scale grows, but a run that training broke off ends with many.
     """
-    names = ["eval/loss", "train/loss"] + ([] if run.finished else ["train/grad_norm"])
+    names = ["train/loss", "eval/loss"] + ([] if run.finished else ["train/grad_norm"])
     for name in names:
         bad = ~np.isfinite(run.values(name))
         if len(bad) and bad[-1]:

@@ -1,5 +1,6 @@
 """The tables of a report, as text: results by policy, how the runs were made, what is measured."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,12 +77,16 @@ def _loss(
 
 
 def _speed(result: PolicyResult, is_base: bool) -> dict[str, str]:
-    speed = result.speed
+    speed, interval = result.speed, result.speed.to_base_interval
     times = lambda x: f"{x:.2f}"  # noqa: E731
+    bounds = "none"
+    if interval is not None and interval.low is not None and interval.high is not None:
+        bounds = f"{times(interval.low)} to {times(interval.high)}"
     return {
         "step time, quartiles (ms)": _ranged(speed.step_seconds, lambda x: f"{x * 1e3:.4g}"),
         "tokens a second": _ranged(speed.tokens_per_second, lambda x: f"{x:,.0f}"),
-        "speed to base": "base" if is_base else _ranged(speed.to_base, times),
+        "speed to base": "base" if is_base and speed.to_base else _ranged(speed.to_base, times),
+        "its 95 % interval": "base" if is_base and speed.to_base else bounds,
         "compilation (s)": _ranged(speed.compile_seconds, lambda x: f"{x:.1f}"),
         "MFU": _known(speed.mfu, lambda x: f"{x:.3f}"),
         "FLOPs a step, compiled": _known(result.group.first.figures.flops, lambda x: f"{x:.4g}"),
@@ -93,16 +98,16 @@ def _speed(result: PolicyResult, is_base: bool) -> dict[str, str]:
 
 def _memory(result: PolicyResult, is_base: bool) -> dict[str, str]:
     memory, compiled = result.memory, result.memory.compiled
-    ratio = lambda x: f"{x:.2f}"  # noqa: E731
+    to_base = lambda x: "base" if is_base and x else _known(x, lambda x: f"{x:.2f}")  # noqa: E731
     return {
         "compiled peak": _known(compiled.peak_bytes, readable),
-        "compiled peak to base": "base" if is_base else _known(memory.to_base, ratio),
-        "of it params": _known(compiled.params_bytes, readable),
-        "of it moments": _known(compiled.moments_bytes, readable),
-        "of it activations": _known(compiled.activations_bytes, readable),
-        "of it other": _known(compiled.other_bytes, readable),
+        "compiled peak to base": to_base(memory.to_base),
+        "compiled: params": _known(compiled.params_bytes, readable),
+        "compiled: moments": _known(compiled.moments_bytes, readable),
+        "compiled: activations": _known(compiled.activations_bytes, readable),
+        "compiled: other": _known(compiled.other_bytes, readable),
         "device peak": _known(memory.device_peak_bytes, readable),
-        "device peak to base": "base" if is_base else _known(memory.device_to_base, ratio),
+        "device peak to base": to_base(memory.device_to_base),
         "largest batch size": _known(result.group.first.figures.largest_batch_size, str),
     }
 
@@ -131,6 +136,8 @@ def _known(value: Any, form: Callable[[Any], str]) -> str:
 def _ranged(spread: Spread | None, form: Callable[[float], str]) -> str:
     if spread is None:
         return MISSING
+    if not math.isfinite(spread.middle):
+        return "not finite"
     middle, low, high = form(spread.middle), form(spread.low), form(spread.high)
     return middle if low == middle == high else f"{middle} ({low} to {high})"
 
@@ -216,13 +223,14 @@ DEFINITIONS = {
     "number of policies",
     "verdict": "within: the whole interval lies inside +-tolerance; beyond: the whole interval "
     "lies outside; undecided: it straddles a bound, or one seed gives none; diverged: a run ends "
-    "with a loss that is not finite, or breaks off at such a gradient norm. The tolerance is set "
-    "before the runs are looked at",
+    "with a loss that is not finite, or breaks off at such a gradient norm. The tolerance means "
+    "something only if it was set before the runs were looked at",
     "step time": "perf/step_seconds, from the end of one step to the end of the next; steps with "
     "compilation, evaluation or saving in them have none. Median and quartiles over the steps of "
     "all seeds",
     "tokens a second, speed to base": "batch size x sequence length / median step time of a run; "
-    "median over seeds, and range. To base: the ratio of two runs of one seed",
+    "median over seeds, and range. To base: the ratio of two runs of one seed; its interval is "
+    "Student's over the logarithms, and where it covers 1 no difference was seen",
     "compilation": "seconds to lower and compile the train step; in no step time",
     "compiled peak": "most bytes that the compiled step holds at once on one device, its state "
     "included, as the compiler says",

@@ -123,7 +123,7 @@ def _ended_badly(result: PolicyResult) -> str:
 def _unfinished(result: PolicyResult, base: PolicyResult) -> list[str]:
     """Where a loss is not that of the last step, the step that it is of."""
     num_steps = result.group.first.config.num_steps
-    difference = result.difference
+    difference = None if result.stability.ended_badly else result.difference
     if difference is not None and difference.step < num_steps:
         return [f"this is at step {difference.step} of {num_steps}"]
     stopped = result.stability.unfinished | base.stability.unfinished
@@ -140,16 +140,16 @@ def _memory(result: PolicyResult) -> str:
 
 
 def _speed(result: PolicyResult, base: PolicyResult) -> str:
-    ratio = result.speed.to_base
-    if ratio is None:
+    ratio, interval = result.speed.to_base, result.speed.to_base_interval
+    if ratio is None or interval is None:
         return "speed not recorded for a pair of seeds"
     where = device(result.group.first)
-    if ratio.count == 1:
+    if interval.low is None or interval.high is None:
         return f"{ratio.middle:.2f} times the speed on {where} (one seed)"
-    bounds = f"{ratio.low:.2f} to {ratio.high:.2f}"
-    if covers(ratio.low, ratio.high, 1):
-        return f"no difference in speed seen on {where} ({bounds} times, {seeds(ratio.count)})"
-    return f"{ratio.middle:.2f} times the speed on {where} ({bounds}, {seeds(ratio.count)})"
+    bounds = f"{ratio.low:.2f} to {ratio.high:.2f}, {seeds(ratio.count)}"
+    if covers(interval.low, interval.high, 1):
+        return f"no difference in speed seen on {where} ({ratio.middle:.2f} times, {bounds})"
+    return f"{ratio.middle:.2f} times the speed on {where} ({bounds})"
 
 
 def device(run: Run) -> str:
