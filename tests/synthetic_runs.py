@@ -5,14 +5,17 @@ import math
 
 import numpy as np
 
+from train.conditions import Comparison
 from train.config import Config
+from train.results import results
+from train.verdict import verdicts
 
 BATCH_SIZE, SEQ_LEN = 8, 128
 SPEED = {"float32": 1.0, "mixed_bfloat16": 1.8, "mixed_float16": 1.7}
 HALVES = {"float32": 1.0, "mixed_bfloat16": 0.5, "mixed_float16": 0.5}
 
 
-def metrics(policy, seed, num_steps=60, *, shift=0.0, eval_every=20, diverges=None, timed=True):
+def metrics(policy, seed, num_steps=60, *, shift=0.0, eval_every=20, diverges=None):
     """The lines of a run: the same data noise for each policy of a seed, plus `shift` nats.
 
     From step `diverges` on the losses are NaN.
@@ -25,15 +28,16 @@ def metrics(policy, seed, num_steps=60, *, shift=0.0, eval_every=20, diverges=No
         calibrates = policy == "mixed_float16" and step <= 2
         skipped += bad or calibrates
         curve = 1.8 + 3.7 * math.exp(-4 * step / num_steps)
+        norm = math.exp(data.normal(-0.3, 0.25))
         loss = curve + data.normal(0, 0.08) + own.normal(0, 0.004) + shift * step / num_steps
         row = {
             "step": step,
             "train/loss": math.nan if bad else loss,
-            "train/grad_norm": math.inf if bad or calibrates else math.exp(data.normal(-0.3, 0.25)),
+            "train/grad_norm": math.inf if bad or calibrates else norm,
             "amp/loss_scale": _scale(policy, step, num_steps),
             "amp/skipped_steps": skipped,
         }
-        if timed and step % eval_every != 1:
+        if step % (eval_every or num_steps) != 1:
             seconds = 0.09 / SPEED.get(policy, 1.0) * math.exp(own.normal(0, 0.04))
             row |= {"perf/step_seconds": seconds}
             row |= {"perf/tokens_per_second": BATCH_SIZE * SEQ_LEN / seconds}
@@ -80,3 +84,24 @@ def write(path, policy, seed=0, num_steps=60, rows=None, with_figures=True, sett
     if with_figures:
         (path / "figures.json").write_text(json.dumps(figures(policy)))
     return path
+
+
+def with_end(policy, seed, end, num_steps=20):
+    """Metrics whose last eval loss is `end`."""
+    rows = metrics(policy, seed, num_steps, eval_every=10)
+    rows[-1]["eval/loss"] = end
+    return rows
+
+
+def pairs(tmp_path, differences, **how):
+    """float32 and bfloat16 runs, a seed for each difference of the last eval losses."""
+    for seed, by in enumerate(differences):
+        for policy, end in (("float32", 2 + seed / 8), ("mixed_bfloat16", 2 + seed / 8 + by)):
+            rows = with_end(policy, seed, end)
+            write(tmp_path / f"{policy}-{seed}", policy, seed, 20, rows, **how)
+    return sorted(tmp_path.iterdir())
+
+
+def judged(runs, **how):
+    """The verdicts alone; drawing takes seconds."""
+    return verdicts(results(Comparison("Runs", runs, **how)), 0.02)
