@@ -132,6 +132,8 @@ def test_half_finished_runs_are_compared_at_a_step_that_all_have(tmp_path):
     assert "; this is at step 10 of 20;" in verdict.sentence
     base, other = results(Comparison("", runs)).policies
     assert other.difference is not None and other.difference.step == 10
+    at_ten = [one.group.runs[0].series["eval/loss"].values[0] for one in (other, base)]
+    assert other.difference.by_seed[0] == pytest.approx(at_ten[0] - at_ten[1])
     assert base.stability.unfinished == {0: 14}
 
 
