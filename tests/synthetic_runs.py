@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 
-from train.conditions import Comparison
 from train.config import Config
-from train.results import results
-from train.verdict import verdicts
+from train.reports.conditions import Comparison
+from train.reports.results import results
+from train.reports.verdict import verdicts
 
 BATCH_SIZE, SEQ_LEN = 8, 128
 SPEED = {"float32": 1.0, "mixed_bfloat16": 1.8, "mixed_float16": 1.7}

@@ -11,8 +11,8 @@ from small_run import flags
 from synthetic_runs import judged, metrics, pairs, write
 
 from train import report, run
-from train.conditions import Comparison
-from train.runs import ReportError, read_run
+from train.reports.conditions import Comparison
+from train.reports.runs import ReportError, read_run
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 

@@ -9,8 +9,8 @@ import pytest
 from browser import CHROMIUM, Browser
 from synthetic_runs import write
 
-from train.conditions import Comparison
 from train.report import write_report
+from train.reports.conditions import Comparison
 
 CHARTS = [
     "loss-difference",

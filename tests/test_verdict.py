@@ -8,11 +8,11 @@ import pytest
 from scipy import stats
 from synthetic_runs import judged, metrics, pairs, write
 
-from train.conditions import Comparison
-from train.paired import outcome, t_interval
-from train.results import results
-from train.runs import ReportError
-from train.tables import notes
+from train.reports.conditions import Comparison
+from train.reports.paired import outcome, t_interval
+from train.reports.results import results
+from train.reports.runs import ReportError
+from train.reports.tables import notes
 
 
 def test_interval_is_students():

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from train.conditions import BASE, Comparison, shared_settings
 from train.config import ConfigError
 from train.parse import parse_flags
-from train.results import PolicyResult, Results, results
-from train.runs import ReportError, Run
-from train.verdict import Verdict, verdicts
+from train.reports.conditions import BASE, Comparison, shared_settings
+from train.reports.results import PolicyResult, Results, results
+from train.reports.runs import ReportError, Run
+from train.reports.verdict import Verdict, verdicts
 
 if TYPE_CHECKING:
-    from train.pages import Section
+    from train.reports.pages import Section
 
 PROG = "python -m train.report"
 ABOUT = f"""Report training runs: a page (report.html), Markdown, JSON and charts. The runs are
@@ -91,8 +91,8 @@ def write_report(
     Raises:
         ReportError: runs that cannot be compared, or a file in `directory` that is no report's.
     """
-    from train.charts import charts  # matplotlib: for those who want charts
-    from train.pages import Section, html, markdown
+    from train.reports.charts import charts  # matplotlib: for those who want charts
+    from train.reports.pages import Section, html, markdown
 
     if not (math.isfinite(tolerance) and tolerance > 0):
         raise ReportError(f"tolerance {tolerance:g} must be a number of nats above 0")

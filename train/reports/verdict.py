@@ -3,9 +3,9 @@
 import math
 from typing import Literal, NamedTuple
 
-from train.paired import Interval, covers, outcome
-from train.results import Difference, PolicyResult, Results
-from train.runs import Run
+from train.reports.paired import Interval, covers, outcome
+from train.reports.results import Difference, PolicyResult, Results
+from train.reports.runs import Run
 
 Kind = Literal["within", "beyond", "undecided", "diverged", "not compared", "base"]
 
@@ -18,7 +18,7 @@ class Verdict(NamedTuple):
     Attributes:
         comparison: The title of the comparison.
         policy, base: Names.
-        outcome: within, beyond or undecided (`train.paired.outcome`); diverged: a run ended with
+        outcome: within, beyond or undecided (`train.reports.paired.outcome`); diverged: a run ended with
             numbers that are not finite; not compared: no pair of finite losses under equal
             conditions; base: there is nothing beside it.
         sentence: All of it, in words.

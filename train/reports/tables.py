@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from train.conditions import shared_settings
-from train.paired import Spread
-from train.results import PolicyResult, Results
-from train.verdict import Verdict, decimals, device, signless_zero
+from train.reports.conditions import shared_settings
+from train.reports.paired import Spread
+from train.reports.results import PolicyResult, Results
+from train.reports.verdict import Verdict, decimals, device, signless_zero
 
 MISSING = "not recorded"
 

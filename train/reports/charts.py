@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from train.chart_style import HATCHES, Chart, Theme, chart, marker, policy_style
-from train.curves import Curve, bad_steps, curve, difference_curve, thinned
-from train.results import Results
+from train.reports.chart_style import HATCHES, Chart, Theme, chart, marker, policy_style
+from train.reports.curves import Curve, bad_steps, curve, difference_curve, thinned
+from train.reports.results import Results
 
 DIFFERENCE_POINTS = 40
 BAND = "Line: mean over seeds; band: least to greatest seed."

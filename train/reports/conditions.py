@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config
-from train.runs import ReportError, Run, read_run
+from train.reports.runs import ReportError, Run, read_run
 
 BASE = "float32"
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.conditions import Group
-from train.paired import Spread, median_and_range
-from train.runs import Run
+from train.reports.conditions import Group
+from train.reports.paired import Spread, median_and_range
+from train.reports.runs import Run
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.results import PolicyResult, common_steps
-from train.runs import Run
+from train.reports.results import PolicyResult, common_steps
+from train.reports.runs import Run
 
 POINTS = 240
 """Most points of a curve; where there are more steps, a point is the mean of several."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import jinja2
 
-from train import tables
-from train.chart_style import GENERATOR, Chart
-from train.results import Results
-from train.verdict import Verdict
+from train.reports import tables
+from train.reports.chart_style import GENERATOR, Chart
+from train.reports.results import Results
+from train.reports.verdict import Verdict
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 

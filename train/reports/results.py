@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.conditions import Comparison, Group, groups, have_equal_settings
-from train.paired import (
+from train.reports.conditions import Comparison, Group, groups, have_equal_settings
+from train.reports.paired import (
     Interval,
     Spread,
     mean_and_range,
@@ -16,8 +16,8 @@ from train.paired import (
     t_interval,
     window,
 )
-from train.runs import MemoryFigures, Run
-from train.stability import Stability, stability
+from train.reports.runs import MemoryFigures, Run
+from train.reports.stability import Stability, stability
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The parts of `train.report`: runs read, compared, judged, drawn and written."""
