@@ -452,12 +452,11 @@ def test_weights_are_gathered_in_sixteen_bits():
     with jax.default_matmul_precision("highest"):
         for name in ("float32", "mixed_bfloat16"):
             attempt = fit.attempt(config, jaxamp.get_policy(name), mesh, 2**34)
-            assert attempt.text is not None
             # Some gathers are rings of permutes that a matmul overlaps.
             moved[name] = {
                 dtype: sum(
                     c.sent_bytes * c.times
-                    for c in traffic.read(attempt.text, 4).collectives
+                    for c in traffic.read(attempt.program.as_text(), 4).collectives
                     if c.kind in ("all-gather", "collective-permute") and c.dtype == dtype
                 )
                 for dtype in ("f32", "bf16")

@@ -52,13 +52,13 @@ class Attempt(NamedTuple):
         config: As it was compiled.
         memory: Of one device.
         traced: The program before it is compiled, as `jax.make_jaxpr` gives it.
-        text: The optimized program; None where the compiler found no room for it.
+        program: What was compiled, which can be run; None where the compiler found no room for it.
     """
 
     config: Config
     memory: Memory
     traced: Any
-    text: str | None
+    program: Any
 
 
 def attempt(config: Config, policy: jaxamp.Policy, mesh: Mesh, capacity: int) -> Attempt:
@@ -76,7 +76,7 @@ def attempt(config: Config, policy: jaxamp.Policy, mesh: Mesh, capacity: int) ->
         traced = step.trace(state, {"tokens": ids, "labels": ids})
         program, shortage = _compiled(traced.lower())
     memory = _memory(state, ids, program, shortage, capacity)
-    return Attempt(config, memory, traced.jaxpr, program.as_text() if program else None)
+    return Attempt(config, memory, traced.jaxpr, program)
 
 
 class Shortage(NamedTuple):

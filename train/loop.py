@@ -1,9 +1,11 @@
 """The loop: data in, steps, metrics one step late, evaluation, checkpoints, a clean end."""
 
 import json
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -14,7 +16,7 @@ from train.checkpoint import Checkpointer
 from train.chips import peak_flops
 from train.config import Config
 from train.data import Corpus, eval_batches, train_batches
-from train.distributed import is_writer, say
+from train.distributed import is_writer
 from train.flops import model_flops_per_token
 from train.mesh import data_part, global_batch, state_shardings
 from train.metrics import MetricsWriter, memory_metrics
@@ -45,20 +47,30 @@ class Outcome:
     stopped_by: str | None
 
 
-class _Report:
+class Report(Protocol):
     """What the one process that writes does with the numbers of a step."""
 
+    def step(self, step: int, values: dict[str, float]) -> None: ...
+    def say(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Report:
+    """`metrics.jsonl`, TensorBoard and a progress bar."""
+
     def __init__(self, workdir: Path, num_steps: int, first_step: int):
-        self.writer = MetricsWriter(workdir, first_step + 1)
-        self.progress = Progress(num_steps, first_step)
+        self._writer = MetricsWriter(workdir, first_step + 1)
+        self._progress = Progress(num_steps, first_step)
+        self.say = self._progress.say
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        self.writer.write(step, values)
-        self.progress.show(step, values)
+        values = values | memory_metrics()
+        self._writer.write(step, values)
+        self._progress.show(step, values)
 
     def close(self) -> None:
-        self.progress.close()
-        self.writer.close()
+        self._progress.close()
+        self._writer.close()
 
 
 class BadSteps:
@@ -78,19 +90,30 @@ class BadSteps:
 
 
 class Start(NamedTuple):
-    """Where a run starts or goes on: the mesh, structure, state, the iterator over the data."""
+    """Where a run starts or goes on: the mesh, structure, state, the iterator over the data.
+
+    `notes` say which, line by line.
+    """
 
     mesh: Mesh
     graphdef: nnx.GraphDef
     state: TrainState
     batches: Any
     checkpointer: Checkpointer
+    notes: list[str]
+
+
+class Programs(NamedTuple):
+    """The jitted steps of a config and policy; runs with other seeds can share them."""
+
+    train_step: Callable
+    eval_step: Callable
 
 
 def prepare(
     config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path, mesh: Mesh
 ) -> Start:
-    """A fresh start, or with `resume` the newest whole checkpoint; says which.
+    """A fresh start, or with `resume` the newest whole checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is of another run, or all of them are damaged.
@@ -100,20 +123,19 @@ def prepare(
         corpus, config.batch_size, config.seed, *data_part(mesh, config.batch_size)
     )
     graphdef, shapes = structure(config, corpus, policy)
-    restored = None
+    restored, notes = None, []
     if config.resume:
         restored = checkpointer.restore(config, corpus.vocab_size, corpus.fingerprint)
-        for note in restored.notes if restored else ["no checkpoint there, starting at step 0"]:
-            say(f"resume: {note}")
+        notes = restored.notes if restored else ["no checkpoint there, starting at step 0"]
     if restored is None:
         init = jax.jit(
             lambda: init_state(config, corpus.vocab_size, policy)[1],
             out_shardings=state_shardings(mesh, shapes),
         )
-        return Start(mesh, graphdef, init(), batches, checkpointer)
+        return Start(mesh, graphdef, init(), batches, checkpointer, notes)
     batches.set_state(restored.data_state)
-    say(f"resume: going on from step {int(restored.state.step)}")
-    return Start(mesh, graphdef, restored.state, batches, checkpointer)
+    notes = [*notes, f"going on from step {int(restored.state.step)}"]
+    return Start(mesh, graphdef, restored.state, batches, checkpointer, notes)
 
 
 def train(
@@ -125,11 +147,32 @@ def train(
         BadRun: `max_bad_steps` non-finite steps in a row at the lowest loss scale.
         CheckpointError: a checkpoint cannot be written.
     """
-    mesh, graphdef, state, batches, checkpointer = start
-    train_step = make_train_step(config, graphdef, policy)
-    eval_step = make_eval_step(config, graphdef, policy)
+    programs = Programs(
+        make_train_step(config, start.graphdef, policy),
+        make_eval_step(config, start.graphdef, policy),
+    )
+    report = _Report(workdir, config.num_steps, int(start.state.step)) if is_writer() else None
+    with stop_signals() as stopped, jax.set_mesh(start.mesh):
+        pieces = training(config, corpus, policy, workdir, start, programs, report, stopped)
+        return deque(pieces, maxlen=1).pop()
+
+
+def training(
+    config: Config,
+    corpus: Corpus,
+    policy: jaxamp.Policy,
+    workdir: Path,
+    start: Start,
+    programs: Programs,
+    report: Report | None,
+    stopped: Callable[[int], str | None],
+) -> Iterator[Outcome]:
+    """`train` in pieces: it pauses whenever nothing is in flight, after an evaluation or a save.
+
+    The last outcome is that of the run; the state of one before is gone with the next piece.
+    """
+    mesh, graphdef, state, batches, checkpointer, _ = start
     first_step = int(state.step)
-    report = _Report(workdir, config.num_steps, first_step) if is_writer() else None
     meter = _meter(config, policy, mesh, state.params)
     profiler = Profiler(config.profile_window if report else range(0), workdir, meter.pause)
     bad_steps = BadSteps(config.max_bad_steps)
@@ -141,14 +184,14 @@ def train(
         step, metrics, batch = pending
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         grads_finite, floor = values.pop("amp/grads_finite"), values.pop("amp/at_floor")
-        values |= meter.lap() | memory_metrics()
+        values |= meter.lap()
         if evaluate:
-            values["eval/loss"] = evaluation(eval_step, state.params, corpus, config, mesh)
+            values["eval/loss"] = evaluation(programs.eval_step, state.params, corpus, config, mesh)
             meter.pause()
         if report:
             report.step(step, values)
             if not grads_finite and values["amp/skipped_steps"] == 1 and not _has_scale(policy):
-                report.progress.say(_first_skip(step, policy))
+                report.say(_first_skip(step, policy))
         if bad_steps.are_too_many(grads_finite, floor):
             leaves = nonfinite_gradients(config, graphdef, policy, state, batch, step)
             raise BadRun(_too_many_bad_steps(step, values, bad_steps.limit, leaves, policy))
@@ -160,25 +203,26 @@ def train(
         meter.pause()
 
     try:
-        with stop_signals() as stopped, jax.set_mesh(mesh):
-            for step in range(first_step + 1, config.num_steps + 1):
-                batch = global_batch(mesh, next(batches), config.batch_size)
-                state, metrics = profiler.run(step, train_step, state, batch)
-                if pending is not None:
-                    values = finish(pending, evaluate=False)
-                checkpointer.check()
-                pending = (step, metrics, batch)
-                stopped_by = stopped(step)
-                last = step == config.num_steps or stopped_by is not None
-                evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
-                saves = step % config.checkpoint_every_steps == 0 or last
-                if evaluate or saves:
-                    values, pending = finish(pending, evaluate=evaluate), None
-                if saves:
-                    save(values.get("eval/loss"))
-                if stopped_by:
-                    break
-            checkpointer.wait()
+        for step in range(first_step + 1, config.num_steps + 1):
+            batch = global_batch(mesh, next(batches), config.batch_size)
+            state, metrics = profiler.run(step, programs.train_step, state, batch)
+            if pending is not None:
+                values = finish(pending, evaluate=False)
+            checkpointer.check()
+            pending = (step, metrics, batch)
+            stopped_by = stopped(step)
+            last = step == config.num_steps or stopped_by is not None
+            evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
+            saves = step % config.checkpoint_every_steps == 0 or last
+            if evaluate or saves:
+                values, pending = finish(pending, evaluate=evaluate), None
+            if saves:
+                save(values.get("eval/loss"))
+            if stopped_by:
+                break
+            if pending is None:
+                yield Outcome(step, values, state, graphdef, None)
+        checkpointer.wait()
     except BadRun:
         save(None)
         checkpointer.wait()
@@ -188,7 +232,7 @@ def train(
         if report:
             report.close()
         checkpointer.close()
-    return Outcome(int(state.step), values | meter.average, state, graphdef, stopped_by)
+    yield Outcome(int(state.step), values | meter.average, state, graphdef, stopped_by)
 
 
 def evaluation(eval_step: Any, params: Any, corpus: Corpus, config: Config, mesh: Mesh) -> float:

@@ -127,7 +127,7 @@ def plan(
     try_config = _reporting(lambda config: fit.attempt(config, policy, mesh, capacity), policy)
     best = fit.with_least_remat(try_config, config, policy.compute_dtype != "float32")
     flops = matmul_flops(best.traced, mesh.size)
-    program = read(best.text, mesh.size) if best.text is not None else None
+    program = None if best.program is None else read(best.program.as_text(), mesh.size)
     time = None
     if program is not None:
         time = roofline(target.chip, policy, flops, program.accessed_bytes, program.sent_bytes)

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 import jaxamp
 from train.attention import attention_implementation
 from train.checkpoint import CheckpointError
-from train.config import Config, ConfigError, DistributedConfig
+from train.config import Config, ConfigError
 from train.data import Corpus, DataError, load, train_batches
 from train.distributed import end_without_the_others, initialize, is_writer, say
 from train.dry_run import mesh_line, shown
@@ -22,21 +22,18 @@ from train.mesh import check_fits, make_mesh
 from train.model import count_params
 from train.parse import parse
 from train.step import make_loss_fn, step_policy
+from train.workdir import refuse_existing, write_config
 
 DESCRIPTION = """Train a Transformer in mixed precision, on real text, with no dtype in the model.
 Without arguments: the default config on the Python language reference, under two minutes on two
 CPU cores."""
 
 
-class RunExists(ValueError):
-    """The run directory holds a run already."""
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """Runs; the exit code is 0, 1 where training went bad, 2 for bad input, 3 to start again."""
     try:
         return _run(parse(args, prog="python -m train.run", description=DESCRIPTION))
-    except (ConfigError, DataError, CheckpointError, RunExists) as error:
+    except (ConfigError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -66,15 +63,15 @@ def _run(config: Config) -> int:
     mesh = make_mesh(config.mesh)
     check_fits(config, mesh)
     if not config.resume:
-        _refuse_existing(workdir)
+        refuse_existing(workdir)
     corpus = load(config.data, config.model.vocab_size)
     train_batches(corpus, config.batch_size, config.seed)  # an impossible batch size fails here
     say(f"data: {corpus.description}")
-    say(f"model: {_model_line(config, corpus, policy)}")
+    say(f"model: {model_line(config, corpus, policy)}")
     if mesh.size > 1:
         say(mesh_line(mesh))
-    loss_fn, args = _loss(config, corpus, policy)
-    _check_policy(policy, loss_fn, args)
+    loss_fn, args = loss_and_shapes(config, corpus, policy)
+    check_policy(policy, loss_fn, args)
     if config.explain:
         say(str(jaxamp.explain(loss_fn, step_policy(policy, config))(*args)))
         return 0
@@ -84,8 +81,10 @@ def _run(config: Config) -> int:
         return 0
     multihost_utils.sync_global_devices("all have looked at workdir")
     start = prepare(config, corpus, policy, workdir, mesh)
+    for note in start.notes:
+        say(f"resume: {note}")
     if is_writer():
-        _write_config(config, workdir)
+        write_config(config, workdir)
     say(f"run: {workdir}")
     outcome = train(config, corpus, policy, workdir, start)
     if outcome.stopped_by:
@@ -126,7 +125,7 @@ def _scale_words(policy: jaxamp.Policy) -> str:
     return f"none ({policy.compute_dtype} needs none)"
 
 
-def _model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
+def model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
     try:
         kernel, reason = attention_implementation(
             config.model, policy.compute_dtype, length=config.data.seq_len
@@ -140,7 +139,9 @@ def _model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
     )
 
 
-def _loss(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> tuple[Callable, tuple]:
+def loss_and_shapes(
+    config: Config, corpus: Corpus, policy: jaxamp.Policy
+) -> tuple[Callable, tuple]:
     """The loss of a microbatch, and the shapes of its arguments."""
     graphdef, state = structure(config, corpus, policy)
     rows = config.batch_size // config.grad_accum_steps
@@ -155,7 +156,7 @@ def _loss(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> tuple[Callab
     )
 
 
-def _check_policy(policy: jaxamp.Policy, loss_fn: Callable, args: tuple) -> None:
+def check_policy(policy: jaxamp.Policy, loss_fn: Callable, args: tuple) -> None:
     """A policy that cannot be met is found by tracing, before anything is written."""
     try:
         jax.eval_shape(jaxamp.autocast(loss_fn, policy), *args)
@@ -168,22 +169,6 @@ def _workdir(config: Config) -> Path:
         return Path(config.workdir)
     name = Path(config.config).stem if config.config else "tiny"
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _refuse_existing(workdir: Path) -> None:
-    if any((workdir / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
-        raise RunExists(
-            f"--workdir {workdir} holds a run; go on with it by --resume, or name another directory"
-        )
-
-
-def _write_config(config: Config, workdir: Path) -> None:
-    # Where the processes were is no setting of the run: it may go on elsewhere, or alone.
-    config = config.model_copy(update={"distributed": DistributedConfig()})
-    workdir.mkdir(parents=True, exist_ok=True)
-    whole = workdir / "config.json.tmp"
-    whole.write_text(config.model_dump_json(indent=2) + "\n")
-    whole.replace(workdir / "config.json")
 
 
 def _sample(

@@ -18,9 +18,9 @@ class Verdict(NamedTuple):
     Attributes:
         comparison: The title of the comparison.
         policy, base: Names.
-        outcome: within, beyond or undecided (`train.reports.paired.outcome`); diverged: a run ended with
-            numbers that are not finite; not compared: no pair of finite losses under equal
-            conditions; base: there is nothing beside it.
+        outcome: within, beyond or undecided (`train.reports.paired.outcome`); diverged: a run
+            ended with numbers that are not finite; not compared: no pair of finite losses under
+            equal conditions; base: there is nothing beside it.
         sentence: All of it, in words.
     """
 
