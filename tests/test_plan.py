@@ -154,6 +154,14 @@ def test_largest_count_is_that_of_a_search_one_by_one(seed):
     assert len(counts) == len(set(counts)) <= 12
 
 
+@pytest.mark.parametrize(("most", "found"), [(5, 5), (30, 30), (31, 30), (4, 4), (100, 30)])
+def test_largest_count_stays_below_what_there_is(most, found):
+    tried = []
+    peak = lambda k: tried.append(k) or 10 + 3 * k  # noqa: E731
+    assert fit.largest(peak, {0: 10, 4: 22}, 100, most) == found
+    assert max(tried, default=0) <= most
+
+
 def test_nothing_fits_where_the_state_alone_does_not():
     tried = []
     assert fit.largest(lambda k: tried.append(k) or 300 + k, {0: 200, 4: 304}, 100) == 0

@@ -199,9 +199,11 @@ def with_least_remat(try_config: Callable[[Config], Attempt], config: Config, is
     return min(attempts, key=lambda attempt: attempt.memory.peak)
 
 
-def largest_batch_size(try_config: Callable[[Config], Attempt], start: Attempt, mesh: Mesh) -> int:
+def largest_batch_size(
+    try_config: Callable[[Config], Attempt], start: Attempt, mesh: Mesh, most: int | None = None
+) -> int:
     """The most sequences a step that fit, with the accumulation steps and remat of `start`; 0 where
-    not even one row a device and microbatch does."""
+    not even one row a device and microbatch does, and never above `most`."""
     unit = start.config.grad_accum_steps * _parts(mesh)
 
     def peak(count: int) -> int:
@@ -209,11 +211,13 @@ def largest_batch_size(try_config: Callable[[Config], Attempt], start: Attempt, 
 
     memory = start.memory
     known = {0: memory.params + memory.moments, start.config.batch_size // unit: memory.peak}
-    return unit * largest(peak, known, memory.capacity)
+    return unit * largest(peak, known, memory.capacity, None if most is None else most // unit)
 
 
-def largest(peak: Callable[[int], int], known: dict[int, int], capacity: int) -> int:
-    """The largest count whose peak is within the capacity.
+def largest(
+    peak: Callable[[int], int], known: dict[int, int], capacity: int, most: int | None = None
+) -> int:
+    """The largest count, up to `most`, whose peak is within the capacity.
 
     Bisection; as memory is nearly a straight line in the count, most guesses are where the line
     through the two peaks nearest to the capacity says, which saves compilations.
@@ -230,9 +234,12 @@ def largest(peak: Callable[[int], int], known: dict[int, int], capacity: int) ->
     while True:
         low = max((k for k, size in known.items() if size <= capacity), default=0)
         high = min((k for k, size in known.items() if size > capacity), default=None)
+        if most is not None and low >= most:
+            return most
         if high is not None and high - low <= 1:
             return low
         guess = _guess(known, low, high, capacity)
+        guess = guess if most is None else min(guess, most)
         known[guess] = peak(guess)
 
 

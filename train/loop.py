@@ -122,17 +122,14 @@ def prepare(
     batches = train_batches(
         corpus, config.batch_size, config.seed, *data_part(mesh, config.batch_size)
     )
-    graphdef, shapes = structure(config, corpus, policy)
+    graphdef, _ = structure(config, corpus, policy)
     restored, notes = None, []
     if config.resume:
         restored = checkpointer.restore(config, corpus.vocab_size, corpus.fingerprint)
         notes = restored.notes if restored else ["no checkpoint there, starting at step 0"]
     if restored is None:
-        init = jax.jit(
-            lambda: init_state(config, corpus.vocab_size, policy)[1],
-            out_shardings=state_shardings(mesh, shapes),
-        )
-        return Start(mesh, graphdef, init(), batches, checkpointer, notes)
+        state = fresh_state(config, corpus, policy, mesh)
+        return Start(mesh, graphdef, state, batches, checkpointer, notes)
     batches.set_state(restored.data_state)
     notes = [*notes, f"going on from step {int(restored.state.step)}"]
     return Start(mesh, graphdef, restored.state, batches, checkpointer, notes)
@@ -242,6 +239,16 @@ def evaluation(eval_step: Any, params: Any, corpus: Corpus, config: Config, mesh
     sums = [eval_step(params, global_batch(mesh, batch, size)) for batch in batches]
     nll, count = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
     return nll / count
+
+
+def fresh_state(config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Mesh) -> TrainState:
+    """The state before the first step, where the mesh wants it."""
+    _, shapes = structure(config, corpus, policy)
+    init = jax.jit(
+        lambda: init_state(config, corpus.vocab_size, policy)[1],
+        out_shardings=state_shardings(mesh, shapes),
+    )
+    return init()
 
 
 def structure(config: Config, corpus: Corpus, policy: jaxamp.Policy):

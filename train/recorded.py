@@ -1,0 +1,158 @@
+"""What is known of a policy's training step beside its metrics: `figures.json` of a run."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jaxamp
+from train import fit
+from train.config import Config, ConfigError
+from train.data import Corpus
+from train.loop import Programs, fresh_state, structure
+from train.mesh import batch_sharding
+from train.reports.runs import policy_name
+from train.roofline import matmul_flops
+from train.step import make_eval_step
+from train.traffic import read
+from train.workdir import write_whole
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "jaxamp-train")
+
+
+class Compiled(NamedTuple):
+    """The programs of a policy; `seconds` is what tracing and compiling the training step took."""
+
+    programs: Programs
+    attempt: fit.Attempt
+    seconds: float
+
+
+def compile_step(config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Mesh) -> Compiled:
+    """The training step compiled ahead of time: its figures are those of the program that runs.
+
+    Raises:
+        ConfigError: the compiler finds no room for it.
+    """
+    name = policy_name(str(policy))
+    print(f"compiling {name} ...", file=sys.stderr, flush=True)
+    before = time.perf_counter()
+    attempt = fit.attempt(of_corpus(config, corpus), policy, mesh, 0)
+    seconds = time.perf_counter() - before
+    if attempt.program is None:
+        needed, there = attempt.memory.peak / 2**30, attempt.memory.capacity / 2**30
+        raise ConfigError(
+            f"{name} needs {needed:.2f} GiB of a device that has {there:.2f}; lower --batch-size, "
+            "raise --grad-accum-steps, or see what train.plan advises"
+        )
+    graphdef, _ = structure(config, corpus, policy)
+    programs = Programs(attempt.program, make_eval_step(config, graphdef, policy))
+    return Compiled(programs, attempt, seconds)
+
+
+def of_corpus(config: Config, corpus: Corpus) -> Config:
+    """The config with the vocabulary that the corpus gives it."""
+    model = config.model.model_copy(update={"vocab_size": corpus.vocab_size})
+    return config.model_copy(update={"model": model})
+
+
+def device_peaks(
+    configs: Mapping[jaxamp.Policy, Config],
+    compiled: Mapping[jaxamp.Policy, Compiled],
+    corpus: Corpus,
+    mesh: Mesh,
+) -> dict[jaxamp.Policy, int | None]:
+    """The most bytes that a device holds in a step of each policy; None where it is not known.
+
+    The runtime counts the most since the process began. So one step of each is taken, alone, in the
+    order of what the compiler says they need; a count that has not risen says nothing.
+    """
+    found: dict[jaxamp.Policy, int | None] = dict.fromkeys(compiled)
+    before = _most_held(mesh)
+    if before is None:
+        return found
+    for policy in sorted(compiled, key=lambda policy: compiled[policy].attempt.memory.peak):
+        config = configs[policy]
+        tokens = np.zeros((config.batch_size, config.data.seq_len), np.int32)
+        tokens = jax.device_put(tokens, batch_sharding(mesh))
+        state = fresh_state(config, corpus, policy, mesh)
+        step = compiled[policy].programs.train_step
+        jax.block_until_ready(step(state, {"tokens": tokens, "labels": tokens}))
+        after = _most_held(mesh) or 0
+        found[policy] = after if after > before else None
+        before = max(after, before)
+    return found
+
+
+def _most_held(mesh: Mesh) -> int | None:
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
+
+
+def write_figures(
+    workdirs: Sequence[Path],
+    compiled: Compiled,
+    mesh: Mesh,
+    device_peak: int | None,
+    largest_batch_size: int | None,
+    command: str,
+) -> None:
+    """Writes `figures.json` of the runs of a policy that have none; bytes of one device.
+
+    They share a program, and what it took to compile stands in the first.
+    """
+    device = mesh.devices.flat[0]
+    sizes = compiled.attempt.memory._asdict()
+    figures = {
+        "device": f"{mesh.size} x {_device_name(device)}",
+        "device_kind": device.device_kind,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "command": command,
+        "memory": {f"{name}_bytes": sizes[name] for name in sizes if name != "capacity"},
+        "flops": matmul_flops(compiled.attempt.traced, mesh.size),
+        "bytes_accessed": read(compiled.attempt.program.as_text(), mesh.size).accessed_bytes,
+        "device_peak_bytes": device_peak,
+        "largest_batch_size": largest_batch_size,
+    }
+    for workdir in workdirs:
+        seconds: dict[str, Any] = {}
+        if workdir == workdirs[0]:
+            seconds = {"compile_seconds": compiled.seconds}
+        path = workdir / "figures.json"
+        if not path.exists():  # else from before a stop
+            write_whole(path, json.dumps(figures | seconds, indent=2))
+
+
+def _device_name(device: Any) -> str:
+    """Its kind; of a CPU, which has none, its make and how many cores this process may use."""
+    if device.platform != "cpu":
+        return device.device_kind
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0] if names else platform.machine()}, {cores} cores"
+
+
+def _commit() -> str | None:
+    """Of the code that runs, marked where it was changed since; None outside of a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
