@@ -28,7 +28,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 import jaxamp
 from train.config import Config, MeshConfig
-from train.distributed import is_writer
+from train.distributed import is_writer, others_failed
 from train.mesh import make_mesh, placed
 from train.parse import load_json
 from train.resume import CheckpointError, convert, refuse_other_run
@@ -178,6 +178,8 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
+            if others_failed(error):
+                raise
             full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
             newest = self._newest_on_disk()
             raise CheckpointError(

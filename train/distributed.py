@@ -109,7 +109,27 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def end_without_the_others(error: BaseException) -> NoReturn:
+@contextmanager
+def ending_with_the_others() -> Iterator[None]:
+    """Ends the process at once where another one is gone: all that follows would wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if not others_failed(error):
+            raise
+        _end_without_them(error)
+
+
+def others_failed(error: BaseException | None) -> bool:
+    """Whether another process is to blame: an error of JAX, also as the cause of one of orbax."""
+    if error is None or jax.process_count() == 1:
+        return False
+    # An array that gloo could not fill fails in numpy's hands, which knows no error of JAX.
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    return of_jax or others_failed(error.__cause__)
+
+
+def _end_without_them(error: BaseException) -> NoReturn:
     """One line, and out: the usual way out would wait for the processes that are gone."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     print(

@@ -16,7 +16,7 @@ from train.checkpoint import Checkpointer
 from train.chips import peak_flops
 from train.config import Config
 from train.data import Corpus, eval_batches, train_batches
-from train.distributed import is_writer
+from train.distributed import ending_with_the_others, is_writer
 from train.flops import model_flops_per_token
 from train.mesh import data_part, global_batch, state_shardings
 from train.metrics import MetricsWriter, memory_metrics
@@ -200,26 +200,27 @@ def training(
         meter.pause()
 
     try:
-        for step in range(first_step + 1, config.num_steps + 1):
-            batch = global_batch(mesh, next(batches), config.batch_size)
-            state, metrics = profiler.run(step, programs.train_step, state, batch)
-            if pending is not None:
-                values = finish(pending, evaluate=False)
-            checkpointer.check()
-            pending = (step, metrics, batch)
-            stopped_by = stopped(step)
-            last = step == config.num_steps or stopped_by is not None
-            evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
-            saves = step % config.checkpoint_every_steps == 0 or last
-            if evaluate or saves:
-                values, pending = finish(pending, evaluate=evaluate), None
-            if saves:
-                save(values.get("eval/loss"))
-            if stopped_by:
-                break
-            if pending is None:
-                yield Outcome(step, values, state, graphdef, None)
-        checkpointer.wait()
+        with ending_with_the_others():
+            for step in range(first_step + 1, config.num_steps + 1):
+                batch = global_batch(mesh, next(batches), config.batch_size)
+                state, metrics = profiler.run(step, programs.train_step, state, batch)
+                if pending is not None:
+                    values = finish(pending, evaluate=False)
+                checkpointer.check()
+                pending = (step, metrics, batch)
+                stopped_by = stopped(step)
+                last = step == config.num_steps or stopped_by is not None
+                evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
+                saves = step % config.checkpoint_every_steps == 0 or last
+                if evaluate or saves:
+                    values, pending = finish(pending, evaluate=evaluate), None
+                if saves:
+                    save(values.get("eval/loss"))
+                if stopped_by:
+                    break
+                if pending is None:
+                    yield Outcome(step, values, state, graphdef, None)
+            checkpointer.wait()
     except BadRun:
         save(None)
         checkpointer.wait()

@@ -14,7 +14,7 @@ from train.attention import attention_implementation
 from train.checkpoint import CheckpointError
 from train.config import Config, ConfigError
 from train.data import Corpus, DataError, load, train_batches
-from train.distributed import end_without_the_others, initialize, is_writer, say
+from train.distributed import ending_with_the_others, initialize, is_writer, say
 from train.dry_run import mesh_line, shown
 from train.generate import encode_prompt, generate
 from train.loop import BadRun, Outcome, prepare, structure, train
@@ -32,7 +32,8 @@ CPU cores."""
 def main(args: Sequence[str] | None = None) -> int:
     """Runs; the exit code is 0, 1 where training went bad, 2 for bad input, 3 to start again."""
     try:
-        return _run(parse(args, prog="python -m train.run", description=DESCRIPTION))
+        with ending_with_the_others():
+            return _run(parse(args, prog="python -m train.run", description=DESCRIPTION))
     except (ConfigError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -43,10 +44,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except BadRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        end_without_the_others(error)
     except KeyboardInterrupt:
         print("interrupted; if there is a checkpoint, go on with --resume", file=sys.stderr)
         return 130
