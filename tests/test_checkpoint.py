@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_run import checkpoints
 
 import jaxamp
 from train.checkpoint import Checkpointer, CheckpointError, checksum, load_params
@@ -132,8 +133,18 @@ def test_none_where_there_is_none(tmp_path):
 
 def test_keeps_the_newest_and_the_best(tmp_path):
     save(tmp_path, 1, 2, 3, 4, 5, keep=2, eval_losses=[3.0, 1.0, 2.0, float("nan"), None])
-    kept = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
-    assert kept == [2, 4, 5]
+    assert checkpoints(tmp_path) == ["2", "4", "5"]
+
+
+def test_keeps_the_newest_and_the_best_after_a_restart(tmp_path):
+    """Whatever the best one was before; also where a deletion was cut short by a kill."""
+    save(tmp_path, 1, 2, 3, keep=2, eval_losses=[1.0, 3.0, 2.0])
+    assert checkpoints(tmp_path) == ["1", "2", "3"]
+    shutil.rmtree(tmp_path / "checkpoints/2/meta")
+    save(tmp_path, 4, 5, keep=2, eval_losses=[4.0, 5.0])
+    assert checkpoints(tmp_path) == ["1", "4", "5"]
+    save(tmp_path, 6, 7, keep=2, eval_losses=[0.5, 5.0])
+    assert checkpoints(tmp_path) == ["6", "7"]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +217,12 @@ def test_all_damaged_is_an_error(tmp_path):
 
 
 def test_a_save_that_was_cut_short_is_not_there(tmp_path):
-    """orbax writes under another name and renames at the end; what a kill leaves is not read."""
+    """orbax writes under another name and renames at the end; what a kill leaves is removed."""
     states = save(tmp_path, 3, 5)
     whole = tmp_path / "checkpoints/5"
-    whole.rename(tmp_path / "checkpoints/5.orbax-checkpoint-tmp-0")
-    restored = restore(tmp_path)
-    assert_same_bits(restored.state, states[3])
+    whole.rename(tmp_path / "checkpoints/5.orbax-checkpoint-tmp")
+    assert_same_bits(restore(tmp_path).state, states[3])
+    assert checkpoints(tmp_path) == ["3"]
 
 
 def test_unwritable_is_one_line(tmp_path):

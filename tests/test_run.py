@@ -1,56 +1,25 @@
 """`python -m train.run` as a user sees it: what it prints and writes, how it stops and goes on."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from small_run import flags
+from small_run import assert_same_run, final_state, flags, metrics
 
 import jaxamp
 from train import loop
 from train.checkpoint import Checkpointer
 from train.generate import main as generate
 from train.loop import BadSteps
-from train.parse import load_json
 from train.run import main
 from train.step import at_floor
 
 
 def run(workdir, *more, **changes):
     assert main(flags(workdir, *more, **changes)) == 0
-
-
-def metrics(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def final_state(workdir):
-    """The newest checkpoint of a run: state and position in the data."""
-    config = load_json((workdir / "config.json").read_text(), "config.json")
-    checkpointer = Checkpointer(workdir, 9)
-    step = max(map(int, (p.name for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())))
-    meta, state = checkpointer._read(step)
-    checkpointer.close()
-    assert config.policy in meta["config"]
-    return state, meta["data_state"]
-
-
-def assert_same_run(a, b):
-    """Parameters, moments, scale, counters, key, data position and logged numbers, bit for bit."""
-    (state_a, data_a), (state_b, data_b) = final_state(a), final_state(b)
-    assert data_a == data_b
-    for x, y in zip(jax.tree.leaves(state_a), jax.tree.leaves(state_b), strict=True):
-        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    timeless = lambda line: {k: v for k, v in line.items() if not k.startswith("perf/")}  # noqa: E731
-    assert [*map(timeless, metrics(a))] == [*map(timeless, metrics(b))]
 
 
 def test_what_a_run_prints_and_writes(tmp_path, capsys):
@@ -282,42 +251,3 @@ def test_a_run_is_never_overwritten(tmp_path, capsys):
     assert main(flags(tmp_path, "--resume", **{"model.d-model": 32})) == 2
     assert "model.d_model was 16 and is 32" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-
-
-@pytest.mark.slow
-def test_killed_at_random_and_resumed_ends_as_the_unbroken_run(tmp_path):
-    """SIGKILL and SIGTERM at random moments, in the middle of saves too; every step is a save."""
-    settings = {"num_steps": 60, "checkpoint_every_steps": 1, "eval_every_steps": 60}
-    command = [sys.executable, "-m", "train.run"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    subprocess.run(command + flags(whole, **settings), env=env, check=True, capture_output=True)
-    rng, kills = np.random.default_rng(0), 0
-    for attempt in range(40):
-        process = subprocess.Popen(
-            command + flags(parts, "--resume", **settings),
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert process.stdout is not None
-        _wait_for_steps(parts, process, int(rng.integers(2, 12)))
-        if process.poll() is None:
-            time.sleep(rng.random() * 0.05)
-            process.send_signal(signal.SIGKILL if attempt % 3 else signal.SIGTERM)
-            kills += 1
-        out, _ = process.communicate(timeout=120)
-        assert "Traceback" not in out
-        if "done: step 60" in out:
-            break
-    assert "done: step 60" in out and kills >= 3
-    assert_same_run(whole, parts)
-
-
-def _wait_for_steps(workdir: Path, process: subprocess.Popen, count: int) -> None:
-    path = workdir / "metrics.jsonl"
-    lines = lambda: len(path.read_text().splitlines()) if path.exists() else 0  # noqa: E731
-    start, until = lines(), time.time() + 60
-    while process.poll() is None and lines() < start + count and time.time() < until:
-        time.sleep(0.01)

@@ -1,6 +1,7 @@
 """Checkpoints on orbax: asynchronous, atomic, verified, the newest few and the best one kept.
 
-A checkpoint holds the train state, the position in the data and the config. orbax renames a
+A checkpoint holds the train state, and beside it the position in the data, the config and the
+evaluation loss: a run that goes on has to know which one was the best. orbax renames a
 checkpoint into place when it is whole, so one that was cut short is not there. What orbax does not
 see is a bit that flipped on the disk: most of them come back as a wrong number without an error.
 So the sum of all bits is written beside the state and compared after reading.
@@ -10,7 +11,7 @@ import dataclasses
 import gc
 import json
 import logging
-import math
+import shutil
 import sys
 import warnings
 import zlib
@@ -24,11 +25,11 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 import jaxamp
 from train.config import Config, MeshConfig
 from train.distributed import is_writer, others_failed
+from train.keep import NewestAndBest
 from train.mesh import make_mesh, placed
 from train.parse import load_json
 from train.resume import CheckpointError, convert, refuse_other_run
@@ -60,11 +61,11 @@ class Checkpointer:
         _hush_orbax()
         self._mesh = mesh
         self._directory = (workdir / "checkpoints").resolve()
-        kept = AnyPreservationPolicy(
-            [LatestN(keep), BestN(get_metric_fn=_eval_loss, reverse=True, n=1)]
-        )
+        self._eval_losses: dict[int, float | None] = {}
+        kept = NewestAndBest(keep, self._eval_losses)
         options = ocp.CheckpointManagerOptions(preservation_policy=kept)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._eval_losses |= {step: self._eval_loss(step) for step in self._manager.all_steps()}
 
     def save(
         self,
@@ -83,6 +84,7 @@ class Checkpointer:
             "vocab_size": vocab_size,
             "data_state": data_state,
             "fingerprint": fingerprint,
+            "eval_loss": eval_loss,
             "checksum": int(checksum(state)),
         }
         text = json.dumps(meta)
@@ -90,11 +92,9 @@ class Checkpointer:
             state=ocp.args.StandardSave(state),
             meta=ocp.args.JsonSave({"text": text, "crc32": zlib.crc32(text.encode())}),
         )
-        # An unknown or non-finite loss is never the best.
-        known = eval_loss is not None and math.isfinite(eval_loss)
-        metrics = {"eval_loss": eval_loss if known else sys.float_info.max}
+        self._eval_losses[step] = eval_loss
         with self._one_line():
-            self._manager.save(step, args=items, metrics=metrics)
+            self._manager.save(step, args=items)
 
     def check(self) -> None:
         """Raises what went wrong in the background since the last save."""
@@ -119,6 +119,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it is of another model or other data, or all of them are damaged.
         """
+        self._remove_unfinished()
         steps, notes = sorted(self._manager.all_steps(), reverse=True), []
         for step in steps:
             try:
@@ -149,13 +150,22 @@ class Checkpointer:
             return _config_of(step, meta), meta["vocab_size"], state.params, step
         raise CheckpointError(f"{self._directory}: no whole checkpoint")
 
-    def _read(self, step: int) -> tuple[dict, TrainState]:
+    def _read_meta(self, step: int) -> dict:
         with _as_damage():
             items = ocp.args.Composite(meta=ocp.args.JsonRestore())
             written = self._manager.restore(step, args=items)["meta"]
             if zlib.crc32(written["text"].encode()) != written["crc32"]:
                 raise Damaged("its description is not what was written")
-            meta = json.loads(written["text"])
+            return json.loads(written["text"])
+
+    def _eval_loss(self, step: int) -> float | None:
+        try:
+            return self._read_meta(step).get("eval_loss")
+        except Damaged:
+            return None
+
+    def _read(self, step: int) -> tuple[dict, TrainState]:
+        meta = self._read_meta(step)
         target = abstract_state(_config_of(step, meta), meta["vocab_size"], self._mesh)
         with _as_damage():
             items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
@@ -163,6 +173,11 @@ class Checkpointer:
         if int(checksum(state)) != meta["checksum"]:
             raise Damaged("its numbers are not those that were written")
         return meta, state
+
+    def _remove_unfinished(self) -> None:
+        """What saves that were cut short have left, which nobody would read or delete."""
+        for path in self._directory.glob("*.orbax-checkpoint-tmp*") if is_writer() else []:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self, steps: list[int]) -> None:
         aside = self._directory.parent / "damaged"
@@ -233,10 +248,6 @@ def _without_closed_loops(unraisable: Any) -> None:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
-
-
-def _eval_loss(metrics: Any) -> float:
-    return metrics["eval_loss"]
 
 
 @jax.jit
