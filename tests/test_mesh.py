@@ -1,9 +1,7 @@
 """A mesh changes where numbers are, not what they are."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +9,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from small_run import RARELY, flags
+from small_run import RARELY, flags, metrics
+from two_processes import free_port, run_two, start, wait_for_step
 
 from train.config import Config, ConfigError, MeshConfig, ModelConfig
 from train.mesh import AXES, check_fits, make_mesh
@@ -175,42 +174,6 @@ assert main({more!r}) == 0
 
 
 # Several processes.
-
-
-def start(workdir, number, port, *more):
-    command = [sys.executable, "-m", "train.run", *flags(workdir, *more, **RARELY)]
-    command += ["--distributed.coordinator", f"127.0.0.1:{port}"]
-    command += ["--distributed.num-processes", "2", "--distributed.process-id", str(number)]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run_two(workdir, *more, then=None):
-    port = free_port()
-    pair = [start(workdir, number, port, *more) for number in (0, 1)]
-    if then:
-        then(pair)
-    outputs = [process.communicate(timeout=300) for process in pair]
-    return [process.returncode for process in pair], outputs
-
-
-def metrics(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_for_step(workdir, step, pair):
-    path = workdir / "metrics.jsonl"
-    while not (path.exists() and len(path.read_text().splitlines()) >= step):
-        assert all(process.poll() is None for process in pair), [p.communicate() for p in pair]
-        time.sleep(0.2)
 
 
 @pytest.mark.slow
