@@ -135,6 +135,67 @@ print("equal")
     assert eight_devices(script) == "equal"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_all_devices_skip_where_one_shard_is_not_finite(eight_devices, sizes):
+    """One row of the batch meets an embedding of inf; no device changes a bit but in the guard."""
+    script = (
+        LOSSES
+        + f"""
+config = Config(
+    model=ModelConfig(n_layers=1, d_model=32, n_heads=4, vocab_size=64, tie_embeddings=False),
+    batch_size=16, mesh=MeshConfig(data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}))
+"""
+        + """
+policy, mesh = jaxamp.get_policy("mixed_float16"), make_mesh(config.mesh)
+ids = np.random.default_rng(0).integers(0, 63, (16, 17), dtype=np.int32)
+
+def run(ids):
+    def init():
+        state = init_state(config, 64, policy)[1]
+        embedding = state.params["embed"]["embedding"]
+        state.params["embed"]["embedding"] = embedding.at[63].set(np.inf)
+        return state
+    state = jax.jit(init, out_shardings=state_shardings(mesh, jax.eval_shape(init)))()
+    before = held(state)
+    step = make_train_step(config, init_state(config, 64, policy)[0], policy)
+    with jax.set_mesh(mesh):
+        batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:] % 63}
+        batch = jax.device_put(batch, batch_sharding(mesh))
+        state, _ = step(state, batch)
+    return before, held(state), [s.data for s in batch["tokens"].addressable_shards]
+
+def held(state):
+    # The bytes that each device holds, by the path of the leaf.
+    return {
+        (jax.tree_util.keystr(path, simple=True, separator="/"), shard.device): np.array(shard.data)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        for shard in leaf.addressable_shards
+    }
+
+def named(tree, name):
+    found = [x for (path, _), x in tree.items() if path.endswith(name)]
+    assert len(found) == 8
+    return {x.item() for x in found}
+
+before, after, _ = run(ids)
+assert named(after, "skipped_steps") == {0} and named(after, "/loss_scale") == {2.0**15}
+assert np.isfinite(named(after, "grad_norm").pop())
+
+ids[5, 3] = 63
+before, after, rows = run(ids)
+assert sum(63 in np.unique(shard) for shard in rows) == config.mesh.tensor
+assert named(after, "skipped_steps") == {1} and named(after, "/loss_scale") == {2.0**14}
+kept = [key for key in before if key[0].startswith(("params/", "opt_state/inner_state/"))]
+assert len(kept) > 8 * 20 and {device for _, device in kept} == set(jax.devices())
+for key in kept:
+    assert before[key].tobytes() == after[key].tobytes(), key
+print("skipped")
+"""
+    )
+    assert eight_devices(script) == "skipped"
+
+
 def test_gradients_of_weights_leave_their_matmul_as_asked(eight_devices):
     """And so they are added up over devices; read from the program for a TPU, not compiled."""
     script = (
