@@ -56,6 +56,24 @@ def test_float16_scales_the_loss_by_itself(tmp_path, capsys):
     assert metrics(tmp_path)[0]["amp/loss_scale"] == 32768
 
 
+@pytest.mark.parametrize(
+    ("policy", "remat", "setting"),
+    [
+        ("float32", "islands", "--model.remat islands"),
+        ("compute=f32,residuals=compute", "none", "residuals=compute"),
+        ("mixed_bfloat16", "islands", None),
+        ("float32", "dots", None),
+    ],
+)
+def test_a_remat_without_effect_is_one_warning(tmp_path, capsys, policy, remat, setting):
+    assert main(flags(tmp_path, "--explain", policy=policy, model__remat=remat)) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(said) == bool(setting)
+    assert not setting or said[0].startswith(
+        f"warning: {setting} has no effect with compute=float32: "
+    )
+
+
 def test_explain_prints_the_decisions_and_stops(tmp_path, capsys):
     assert main(flags(tmp_path / "run", "--explain", policy="mixed_bfloat16")) == 0
     out = capsys.readouterr().out

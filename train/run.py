@@ -57,6 +57,8 @@ def _run(config: Config) -> int:
     config = config.model_copy(update={"policy": str(policy), "workdir": str(_workdir(config))})
     workdir = Path(str(config.workdir))
     say(precision_line(policy))
+    for line in warnings(config, policy):
+        say(line)
     mesh = make_mesh(config.mesh)
     check_fits(config, mesh)
     if not config.resume:
@@ -108,6 +110,17 @@ def precision_line(policy: jaxamp.Policy) -> str:
         f"output {policy.output_dtype}; loss scale {_scale_words(policy)}; "
         f"device {device.platform}{kind}{reason}"
     )
+
+
+def warnings(config: Config, policy: jaxamp.Policy) -> list[str]:
+    """Settings that have no effect on this run."""
+    if policy.compute_dtype != "float32" or step_policy(policy, config).residuals != "compute":
+        return []
+    setting = "--model.remat islands" if config.model.remat == "islands" else "residuals=compute"
+    return [
+        f"warning: {setting} has no effect with compute=float32: it recomputes what autocast lifts "
+        "to float32 from 16-bit values, and here there are none; --model.remat dots and full work"
+    ]
 
 
 def _scale_words(policy: jaxamp.Policy) -> str:
