@@ -126,3 +126,21 @@ def what_both_hold(ended):
     assert codes == [0, 0], outputs
     (held,) = {re.search("^holds .*$", out, re.MULTILINE)[0] for out, _ in outputs}
     return held
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_save_ends_at_once(tmp_path, env):
+    """orbax's threads, which wait ten minutes for what they could not write, do not hold it."""
+    folder = tmp_path / "checkpoints"
+    more = {"num_steps": 100_000, "checkpoint_every_steps": 50, "sample_tokens": 0}
+    process = subprocess.Popen(
+        COMMAND + flags(tmp_path, **more), env=env, stderr=subprocess.PIPE, text=True
+    )
+    while not (folder / "50").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    folder.rename(tmp_path / "elsewhere")
+    folder.touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "error: cannot write a checkpoint" in err and "Traceback" not in err

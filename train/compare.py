@@ -20,6 +20,7 @@ import jaxamp
 from train.checkpoint import CheckpointError
 from train.config import Config, ConfigError
 from train.data import DataError, load, train_batches
+from train.distributed import leave
 from train.experiment import Experiment, run_all
 from train.largest_batch import with_largest_batches
 from train.mesh import check_fits, make_mesh
@@ -208,4 +209,4 @@ def _resumed(workdir: Path | None, args: Sequence[str]) -> Settings:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

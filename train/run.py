@@ -14,7 +14,7 @@ from train.attention import attention_implementation
 from train.checkpoint import CheckpointError
 from train.config import Config, ConfigError
 from train.data import Corpus, DataError, load, train_batches
-from train.distributed import ending_with_the_others, initialize, is_writer, say
+from train.distributed import ending_with_the_others, initialize, is_writer, leave, say
 from train.dry_run import mesh_line, shown
 from train.generate import encode_prompt, generate
 from train.loop import BadRun, Outcome, prepare, structure, train
@@ -217,4 +217,4 @@ def _last_line(outcome: Outcome) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
