@@ -58,7 +58,10 @@ def test_sizes_that_cannot_be(sizes, message):
             "tensor 4 does not divide n_kv_heads 2",
         ),
         ({"batch_size": 4}, "use a batch_size that is a multiple of 8"),
-        ({"batch_size": 8, "grad_accum_steps": 2}, "use a batch_size that is a multiple of 16"),
+        (
+            {"batch_size": 8, "grad_accum_steps": 2},
+            "use --grad-accum-steps 1, or a batch_size that is a multiple of 16",
+        ),
     ],
 )
 def test_what_the_mesh_cannot_cut(settings, message):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import jaxamp
 from train.chips import Target
 from train.config import Config
-from train.mesh import batch_sharding, check_fits, make_mesh, placed
+from train.mesh import batch_sharding, check_fits, make_mesh, microbatches, placed
 from train.step import init_state, make_train_step
 
 BYTES_VOCABULARY = 257  # of the byte tokenizer, what a config without vocab_size trains with
@@ -165,14 +165,14 @@ def prepared(config: Config, target: Target) -> tuple[Config, Mesh, list[str]]:
     """
     mesh = make_mesh(config.mesh, target.devices)
     asked, parts = config.grad_accum_steps, _parts(mesh)
-    possible = [k for k in range(1, asked + 1) if config.batch_size % (k * parts) == 0]
-    if not possible or possible[-1] == asked:
+    possible = microbatches(config, parts)
+    if possible in (None, asked):
         check_fits(config, mesh)
         return config, mesh, []
-    config = config.model_copy(update={"grad_accum_steps": possible[-1]})
+    config = config.model_copy(update={"grad_accum_steps": possible})
     check_fits(config, mesh)
     note = (
-        f"grad_accum_steps {possible[-1]} instead of {asked}: microbatches of "
+        f"grad_accum_steps {possible} instead of {asked}: microbatches of "
         f"{config.batch_size // asked} rows do not divide among {parts} devices"
     )
     return config, mesh, [note]

@@ -88,8 +88,20 @@ def check_fits(config: Config, mesh: Mesh) -> None:
         raise ConfigError(
             f"batch_size {config.batch_size} in {config.grad_accum_steps} microbatches gives "
             f"{rows} rows, which do not divide among mesh.data x mesh.fsdp = {batch} devices; "
-            f"use a batch_size that is a multiple of {batch * config.grad_accum_steps}"
+            f"use {_fewer(config, batch)}a batch_size that is a multiple of "
+            f"{batch * config.grad_accum_steps}"
         )
+
+
+def microbatches(config: Config, parts: int) -> int | None:
+    """The most microbatches, no more than asked for, whose rows so many parts can share."""
+    counts = range(1, config.grad_accum_steps + 1)
+    return max((k for k in counts if config.batch_size % (k * parts) == 0), default=None)
+
+
+def _fewer(config: Config, parts: int) -> str:
+    count = microbatches(config, parts)
+    return f"--grad-accum-steps {count}, or " if count else ""
 
 
 def state_shardings(mesh: Any, state: Any) -> Any:
