@@ -89,9 +89,9 @@ class DataConfig(_Frozen):
 class OptimizerConfig(_Frozen):
     """AdamW, its schedule and the clip before it."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-3
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: Natural = 20
+    warmup_steps: Natural = 50
     final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Where the cosine ends, as a fraction of learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1

@@ -114,7 +114,9 @@ def write_figures(
     device = mesh.devices.flat[0]
     sizes = compiled.attempt.memory._asdict()
     figures = {
-        "device": f"{mesh.size} x {_device_name(device)}",
+        "device": f"{mesh.size} x {_device_name(device)}"
+        if mesh.size > 1
+        else _device_name(device),
         "device_kind": device.device_kind,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},

@@ -112,7 +112,7 @@ def _legend(figure: Figure, axes: Axes) -> int:
     if not labels:
         return 0
     longest = max(map(len, labels))
-    columns = min(len(labels), 1 if longest > 24 else 2 if longest > 12 else 4)
+    columns = min(len(labels), 1 if longest > 24 else 2 if longest > 9 else 4)
     figure.legend(handles, labels, loc="outside lower left", ncols=columns)
     return -(-len(labels) // columns)
 

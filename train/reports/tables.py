@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from train.reports.conditions import shared_settings
 from train.reports.paired import Spread
 from train.reports.results import PolicyResult, Results
+from train.reports.runs import Run
 from train.reports.verdict import Verdict, decimals, device, signless_zero
 
 MISSING = "not recorded"
@@ -155,20 +156,26 @@ def readable(size: float) -> str:
 
 
 def runs_table(results: Results) -> list[dict[str, str]]:
-    """How each run was made."""
-    return [
-        {
-            "policy": run.policy,
-            "seed": str(run.seed),
-            "directory": str(run.path),
-            "device": device(run) if run.figures.device or run.figures.device_kind else MISSING,
-            "commit": run.figures.commit or MISSING,
-            "versions": ", ".join(f"{n} {v}" for n, v in run.figures.versions.items()) or MISSING,
-            "command": run.figures.command or MISSING,
-        }
-        for result in results.policies
-        for run in result.runs
-    ]
+    """How the runs were made; those that were made alike together."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in (run for result in results.policies for run in result.runs):
+        groups.setdefault(tuple(_made(run).values()), []).append(run)
+    return [{"runs": _names(runs)} | _made(runs[0]) for runs in groups.values()]
+
+
+def _made(run: Run) -> dict[str, str]:
+    figures = run.figures
+    return {
+        "directory": str(run.path.parent),
+        "device": device(run) if figures.device or figures.device_kind else MISSING,
+        "commit": figures.commit or MISSING,
+        "versions": ", ".join(f"{n} {v}" for n, v in figures.versions.items()) or MISSING,
+        "command": figures.command or MISSING,
+    }
+
+
+def _names(runs: list[Run]) -> str:
+    return ", ".join(f"{run.path.name} ({run.policy}, seed {run.seed})" for run in runs)
 
 
 def conditions(results: Results) -> str:
