@@ -220,7 +220,9 @@ def _same(
         if all(distance <= bound for distance, bound in zip(off, allowed, strict=True)):
             same[name] = server
             continue
-        distances = " and ".join(f"{a:.1e} (allowed {b:.1e})" for a, b in zip(off, allowed))
+        distances = " and ".join(
+            f"{a:.1e} (allowed {b:.1e})" for a, b in zip(off, allowed, strict=True)
+        )
         report.skipped.append(
             f"{name}: not the same training: float32 losses before and after a step are "
             f"{distances} off ours"
