@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 import jax
 
-from train.benchmarks import autocast, memory, peers, step
+from train.benchmarks import autocast, memory, peers, step, trace
 from train.benchmarks.common import check
 from train.config import ConfigError
 from train.figures import render, to_json
 from train.parse import parse_flags
 
 PROG = "python -m train.benchmark"
-BENCHMARKS = {"autocast": autocast, "step": step, "peers": peers, "memory": memory}
+BENCHMARKS = {"autocast": autocast, "step": step, "peers": peers, "memory": memory, "trace": trace}
 
 
 def main(args: Sequence[str] | None = None) -> int:

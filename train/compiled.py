@@ -1,6 +1,7 @@
-"""What a program compiled for a chip that is not here will do: memory, bytes, dtypes of matmuls."""
+"""What is read from a program that is not run: memory, bytes, dtypes of matmuls, operations."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxamp.jaxprs import programs
 from train.fit import peak_bytes
 
 
@@ -54,6 +56,22 @@ def figures_of(program: Any, platform: str) -> Figures:
         accessed_bytes=cost.get("bytes accessed"),
         float32_matmuls=sum(1 for _ in float32_matmuls(program.as_text())),
     )
+
+
+def primitive_counts(program: Any) -> Counter[str]:
+    """How often each primitive is in a traced program; the body of a loop counts once.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x).astype("bfloat16"))(jnp.ones(3))
+    >>> sorted(primitive_counts(program).items())
+    [('convert_element_type', 1), ('scan', 1), ('sin', 1)]
+    """
+    found: Counter[str] = Counter()
+    waiting = [program]
+    while waiting:
+        for eqn in getattr(program := waiting.pop(), "jaxpr", program).eqns:
+            found[eqn.primitive.name] += 1
+            waiting.extend(programs(eqn))
+    return found
 
 
 def batch_shapes(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:

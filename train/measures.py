@@ -115,13 +115,13 @@ def compilations_of_second_call(variant: Variant, point: Point, jit: bool) -> in
     """Programs that a second call compiles; without `jit` JAX compiles a scan's gradient anew."""
     grad_fn = jax.jit(variant.value_and_grad()) if jit else variant.value_and_grad()
     grad_fn(*point)
-    with _compilations() as compiled:
+    with compilations() as compiled:
         grad_fn(*point)
     return len(compiled)
 
 
 @contextlib.contextmanager
-def _compilations() -> Iterator[list[str]]:
+def compilations() -> Iterator[list[str]]:
     compiled: list[str] = []
 
     def note(event: str, duration_secs: float, **kwargs: Any) -> None:
