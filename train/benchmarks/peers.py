@@ -95,14 +95,14 @@ def measure(options: Options) -> Report:
             python = pythons.get(name.removesuffix("-compile"), sys.executable)
             server = stack.enter_context(Server(name, python, place, options.threads))
             try:
-                server.ask(options.compute, 1)
+                server.ask(options.compute, 2)  # some compile the second step anew
                 server.float32_losses = server.ask("f32", 2)[1]
             except Absent as absent:
                 report.skipped.append(f"{name}: {absent}")
                 continue
             servers[name] = server
         if OURS not in servers:
-            raise RuntimeError(report.skipped[0])
+            raise ChildProcessError(report.skipped[0])
         same = _same(report, servers, tolerances(config.model))
         _times(report, same, options)
     return report
@@ -196,7 +196,7 @@ class Server:
 
     def __exit__(self, *_: Any) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # waits, and closes the pipes
         self._errors.close()
 
 
@@ -249,7 +249,7 @@ def _times(report: Report, servers: dict[str, Server], options: Options) -> None
         of_ours = {name: ratio(times, seconds[OURS]) for name, times in seconds.items()}
         report.figures.append(Figure(f"step, {compute}", "s", medians))
         report.figures.append(Figure(f"step, {compute}, of {OURS}", "1", of_ours))
-        steps = options.rounds * options.steps + (2 if compute == "f32" else 1)
+        steps = options.rounds * options.steps + 2
         report.figures.append(Figure(f"loss of step {steps}, {compute}", "nats", losses))
         if compute != "f32" and "torch" in of_ours:
             name = f"step, {compute}, {OURS} of torch"
