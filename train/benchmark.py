@@ -29,7 +29,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_usage())
         return 0
-    jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
+    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", asked or "cpu")
     try:
         if name not in BENCHMARKS:
             near = difflib.get_close_matches(name, BENCHMARKS, n=1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     """One device to compile for, and the memory that programs may use of it, in bytes."""
 
     name: str
-    device: jax.Device
+    device: Any
     capacity: int
 
 

@@ -45,8 +45,8 @@ class Task(NamedTuple):
 
 def write(path: str, task: Task) -> None:
     """Writes the file that `serve` is started with."""
-    settings = np.array(json.dumps(task.settings))
-    np.savez(path, tokens=task.tokens, labels=task.labels, settings=settings, **task.weights)
+    arrays: dict[str, Any] = {"tokens": task.tokens, "labels": task.labels, **task.weights}
+    np.savez(path, settings=json.dumps(task.settings), **arrays)
 
 
 def read(path: str) -> Task:
