@@ -123,8 +123,11 @@ def test_float32_matmuls_of_a_compiled_program():
 def test_figures_of_a_program_compiled_here():
     config, graphdef, params, batch = of_model("rmsnorm")
     variant = make_variants(config, graphdef, "bf16")["float32"]
-    figures = compiled.figures_of(variant, jax.devices()[0], (params, batch))
-    assert figures.temp_bytes > 0 and figures.accessed_bytes > 0
+    shapes = (params, batch)
+    program = compiled.compile_for(jax.devices()[0], variant.value_and_grad(), shapes)
+    figures = compiled.figures_of(program, "cpu")
+    assert figures.peak_bytes > figures.temp_bytes > 0
+    assert figures.accessed_bytes > sum(leaf.nbytes for leaf in jax.tree.leaves(shapes))
 
 
 def test_table_and_json():
@@ -138,10 +141,10 @@ def test_table_and_json():
         "---------------------------------------",
         "gradient error  1e-3    2.000     1.000",
         "",
-        "target for autocast  measured  wanted",
-        "-------------------------------------------",
-        "of by hand              0.500  <= 0.7  pass",
-        "below jmp               1.000     < 1  MISS",
+        "target      measured  wanted",
+        "----------------------------------",
+        "of by hand     0.500  <= 0.7  pass",
+        "below jmp      1.000     < 1  MISS",
         "",
         "skipped tpu: no compiler",
     ]
@@ -204,7 +207,30 @@ def test_a_missing_compiler_is_one_line(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line(flags, message, capsys):
-    assert benchmark.main(["autocast", *flags]) == 2
+    assert_one_error(benchmark.main(["autocast", *flags]), message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["autocats"], "unknown benchmark 'autocats'; did you mean autocast?"),
+        (["--seeds", "1"], "unknown benchmark '--seeds'; allowed: autocast, step"),
+        (["step", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["step", "--compute", "f8"], "f8"),
+    ],
+)
+def test_a_bad_command_is_one_line(args, message, capsys):
+    assert_one_error(benchmark.main(args), message, capsys)
+
+
+def test_usage_lists_what_there_is(capsys):
+    assert benchmark.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in benchmark.BENCHMARKS)
+
+
+def assert_one_error(code, message, capsys):
+    assert code == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    errors = [line for line in lines if not line.startswith("measuring")]
+    errors = [line for line in lines if not line.startswith(("measuring", "starting"))]
     assert len(errors) == 1 and errors[0].startswith("error: ") and message in errors[0]

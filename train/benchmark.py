@@ -1,84 +1,46 @@
-"""Measures autocast against other ways to compute: `python -m train.benchmark autocast`.
+"""Measures jaxamp against what else there is: `python -m train.benchmark WHAT`.
 
-Everything runs on the CPU of this machine. Figures of a TPU or a GPU are read from programs that
-are compiled for one ahead of time; where its compiler is not installed they are skipped, with a
-line that says how to install it.
+Programs run on the CPU of this machine, or on what `JAX_PLATFORMS` says. Figures of a chip that is
+not here are read from programs that are compiled for it ahead of time; where its compiler is not
+installed they are skipped, with a line that says how to install it.
 """
 
 import dataclasses
+import difflib
 import json
-import math
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Sequence
 
 import jax
-import tyro
 
-import jaxamp
-from train import compiled, measures
-from train.chips import NoCompiler, find_target
-from train.config import Config
-from train.data import Corpus, load
-from train.figures import Figure, Report, Target, ratio, render, to_json
-from train.parse import load_toml, parse_flags
-from train.variants import Layers, Variant, make_variants
+from train.benchmarks import autocast, memory, peers, step, trace
+from train.benchmarks.common import check
+from train.config import ConfigError
+from train.figures import render, to_json
+from train.parse import parse_flags
 
-ABOUT = """Measure autocast against float32, 16 bits by hand, jmp's cast of the whole tree, and the
-floor (nothing rounded but the operands of matmuls): gradient errors and times on this CPU; memory,
-bytes and matmuls of programs compiled for a TPU and a GPU that need not be here."""
-
-Measure = Literal["errors", "float32", "compilations", "program", "tpu", "gpu", "tracing", "time"]
-COMPUTE = ("bf16", "f16")
-LEAN = "autocast, residuals=compute"
-PLAIN_JMP = "jmp, plain layers"
-ERRORS_WANTED = {"by hand": 0.70, "jmp": 0.42, PLAIN_JMP: 0.42, "floor": 1.2}
-TRACED_LAYERS = 12
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """The model that is compiled for a TPU or a GPU; its attention is not fused."""
-
-    n_layers: int = 8
-    d_model: int = 1024
-    n_heads: int = 16
-    seq_len: int = 1024
-    batch_size: int = 8
-    vocab_size: int = 32768
-    unroll: bool = False
-    """Layers one after another instead of in a loop; bytes accessed count the loop's body once."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    what: Annotated[Literal["autocast"], tyro.conf.Positional]
-    """What to measure."""
-    config: str | None = None
-    """TOML file with the model, data and optimizer; None: the default ones of train.run."""
-    json: Path = Path("benchmark.json")
-    """File that the figures are written to."""
-    measures: tuple[Measure, ...] = get_args(Measure)
-    """Which measures to take; they are taken in this order, timing last."""
-    seeds: int = 5
-    """Initial parameters and orders of data over which a gradient error is the median."""
-    training_steps: int = 20
-    """Steps in float32 before gradients are compared."""
-    repeats: int = 20
-    """Pairs of runs over which a time is the median."""
-    chip: Chip = Chip()
+PROG = "python -m train.benchmark"
+BENCHMARKS = {"autocast": autocast, "step": step, "peers": peers, "memory": memory, "trace": trace}
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Prints the table; the exit code is 1 where a target is missed, 2 for bad input."""
-    jax.config.update("jax_platforms", "cpu")
+    name, *flags = list(sys.argv[1:] if args is None else args) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", asked or "cpu")
     try:
-        options = parse_flags(Options, args, "python -m train.benchmark", ABOUT)
-        _check(options)
-        report = _measure(options)
-        found = to_json(report, dataclasses.asdict(options))
+        if name not in BENCHMARKS:
+            near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(BENCHMARKS)}"
+            raise ConfigError(f"unknown benchmark {name!r}; {hint}")
+        benchmark = BENCHMARKS[name]
+        options = parse_flags(benchmark.Options, flags, f"{PROG} {name}", benchmark.ABOUT)
+        check(options)
+        report = benchmark.measure(options)
+        found = to_json(report, {"benchmark": name} | dataclasses.asdict(options))
         options.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -88,210 +50,12 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0 if all(target.passed for target in report.targets) else 1
 
 
-def _check(options: Options) -> None:
-    counts = {name: getattr(options, name) for name in ("seeds", "training_steps", "repeats")}
-    counts |= {f"chip.{name}": count for name, count in dataclasses.asdict(options.chip).items()}
-    for name, count in counts.items():
-        if count is not False and count < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {count}")
-    if options.chip.d_model % (2 * options.chip.n_heads):
-        raise ValueError(
-            f"--chip.d-model {options.chip.d_model} must be an even multiple of "
-            f"--chip.n-heads {options.chip.n_heads} (RoPE)"
-        )
-    if not options.json.parent.is_dir():
-        raise ValueError(f"--json {options.json}: no such directory")
+def _usage() -> str:
+    lines = [f"usage: {PROG} WHAT [flags]; {PROG} WHAT --help says more", ""]
+    for name, benchmark in BENCHMARKS.items():
+        lines.append(f"{name:10}{' '.join(benchmark.ABOUT.split())}")
+    return "\n".join(lines)
 
-
-def _measure(options: Options) -> Report:
-    config = load_toml(options.config) if options.config else Config()
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"dropout": 0.0}), "grad_accum_steps": 1}
-    )
-    corpus = load(config.data, config.model.vocab_size)
-    report = Report([], [], [])
-    for name, measure in _MEASURES.items():
-        if name not in options.measures:
-            continue
-        print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        try:
-            measure(report, options, config, corpus)
-        except NoCompiler as error:
-            report.skipped.append(f"{name}: {error}")
-    return report
-
-
-def _errors(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    points = list(measures.trained(config, corpus, range(options.seeds), options.training_steps))
-    for compute in COMPUTE:
-        variants = measures.of_config(config, corpus, compute)
-        loss_scale = jaxamp.get_loss_scale(jaxamp.get_policy(f"compute={compute}"))
-        errors = measures.gradient_errors(variants, points, loss_scale)
-        name = f"gradient error, {compute}"
-        report.figures.append(
-            Figure(name, "1e-3", {k: 1e3 * statistics.median(v) for k, v in errors.items()})
-        )
-        report.targets.extend(
-            Target(f"{name}, of {other}", ratio(errors["autocast"], errors[other]), bound)
-            for other, bound in ERRORS_WANTED.items()
-            if not any(map(math.isnan, errors[other]))  # jmp's cast may not survive float16
-        )
-
-
-def _float32(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    plain = measures.of_config(config, corpus, "bf16")["float32"]
-    differing = measures.differing_leaves(
-        jax.value_and_grad(plain.loss_fn),
-        jaxamp.value_and_grad(plain.loss_fn, "params=f32,compute=f32"),
-        measures.small_point(config, corpus),
-    )
-    report.targets.append(Target("compute=f32: results that differ in a bit", differing, 0))
-
-
-def _compilations(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    variants = measures.of_config(config, corpus, "bf16")
-    point = measures.small_point(config, corpus)
-    for jit in (True, False):
-        name = f"programs compiled by a second call, {'jit' if jit else 'no jit'}"
-        counts = {
-            variant: measures.compilations_of_second_call(variants[variant], point, jit)
-            for variant in ("float32", "autocast")
-        }
-        report.figures.append(Figure(name, "count", counts))
-        more = counts["autocast"] - (0 if jit else counts["float32"])
-        report.targets.append(Target(name if jit else f"{name}, beyond float32", more, 0))
-
-
-def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    device = find_target("v5e:2x2").devices[0]
-    plain = _compile_all(*_for_chip(options.chip, config), device)
-    variants, shapes = _for_chip(options.chip, config, remat=True)
-    pair = {name: variants[name] for name in ("by hand", "autocast")}
-    remat = _compile_all(pair, shapes, device)
-    _add_figures(report, "TPU v5e", plain)
-    _add_figures(report, "TPU v5e, dots_saveable", remat)
-    temp = {name: figures.temp_bytes for name, figures in plain.items()}
-    moved = (plain["autocast"].accessed_bytes or 0) / (plain["by hand"].accessed_bytes or 1)
-    again = remat["autocast"].temp_bytes / remat["by hand"].temp_bytes
-    report.targets.extend(
-        [
-            Target("peak memory, of by hand", temp["autocast"] / temp["by hand"], 0.92),
-            Target("peak memory, dots_saveable, of by hand", again, 0.65),
-            Target(
-                "peak memory, residuals=compute, of by hand", temp[LEAN] / temp["by hand"], 0.55
-            ),
-            Target(
-                "peak memory, residuals=compute, of jmp", temp[LEAN] / temp["jmp"], 1.0, strict=True
-            ),
-            Target("bytes accessed, of by hand", moved, 0.92),
-        ]
-    )
-    _add_matmul_targets(report, "TPU v5e", plain | {"autocast, remat": remat["autocast"]})
-
-
-def _gpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    device = find_target("h100").devices[0]
-    variants, shapes = _for_chip(options.chip, config)
-    pair = {name: variants[name] for name in ("by hand", "autocast")}
-    figures = _compile_all(pair, shapes, device)
-    _add_figures(report, "H100", figures)
-    _add_matmul_targets(report, "H100", figures)
-
-
-def _for_chip(
-    chip: Chip, config: Config, remat: bool = False
-) -> tuple[dict[str, Variant], compiled.Shapes]:
-    sizes = {name: getattr(chip, name) for name in ("n_layers", "d_model", "n_heads")}
-    model = config.model.model_copy(update=sizes | {"n_kv_heads": None, "d_ff": None})
-    config = config.model_copy(update={"model": model})
-    graphdef, state = measures.structure(config, chip.vocab_size)
-    variants = make_variants(config, graphdef, "bf16", Layers(chip.unroll, remat))
-    del variants["floor"]  # it is about errors, and multiplies in float32
-    return variants, (state.params, compiled.batch_shapes(chip.batch_size, chip.seq_len))
-
-
-def _compile_all(
-    variants: dict[str, Variant], shapes: compiled.Shapes, device: Any
-) -> dict[str, compiled.Figures]:
-    found = {}
-    for name, variant in variants.items():
-        print(f"  compiling {name}", file=sys.stderr, flush=True)
-        found[name] = compiled.figures_of(variant, device, shapes)
-    return found
-
-
-def _add_figures(report: Report, chip: str, found: dict[str, compiled.Figures]) -> None:
-    temp = {name: figures.temp_bytes / 2**30 for name, figures in found.items()}
-    moved = {
-        name: figures.accessed_bytes / 1e9
-        for name, figures in found.items()
-        if figures.accessed_bytes is not None
-    }
-    matmuls = {name: figures.float32_matmuls for name, figures in found.items()}
-    report.figures.append(Figure(f"peak memory, {chip}", "GiB", temp))
-    if moved:
-        report.figures.append(Figure(f"bytes accessed, {chip}", "GB", moved))
-    report.figures.append(Figure(f"float32 matmuls, {chip}", "count", matmuls))
-
-
-def _add_matmul_targets(report: Report, chip: str, found: dict[str, compiled.Figures]) -> None:
-    report.targets.extend(
-        Target(f"float32 matmuls, {chip}, {name}", figures.float32_matmuls, 0)
-        for name, figures in found.items()
-        if name.startswith("autocast")
-    )
-
-
-def _program(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    point = measures.small_point(config, corpus)
-    for remat in (False, True):
-        variants = measures.of_config(config, corpus, "bf16", Layers(remat=remat))
-        counts = {
-            name: compiled.float32_dots(variant.value_and_grad(), *point)
-            for name, variant in variants.items()
-        }
-        name = "float32 matmuls, StableHLO" + (", dots_saveable" if remat else "")
-        report.figures.append(Figure(name, "count", counts))
-        report.targets.append(Target(name, counts["autocast"], 0))
-
-
-def _tracing(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    model = config.model.model_copy(update={"n_layers": TRACED_LAYERS})
-    config = config.model_copy(update={"model": model})
-    variants = measures.of_config(config, corpus, "bf16", Layers(unroll=True))
-    chosen = [variants["float32"], variants["autocast"]]
-    point = measures.small_point(config, corpus)
-    seconds = measures.tracing_seconds(chosen, point, max(options.repeats // 4, 1))
-    _add_seconds(report, f"tracing and lowering, {TRACED_LAYERS} layers", chosen, seconds)
-    without, with_ = seconds
-    report.targets.append(Target("tracing and lowering, of float32", ratio(with_, without), 1.5))
-
-
-def _time(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
-    variants = measures.of_config(config, corpus, "bf16")
-    chosen = [variants[name] for name in ("float32", "by hand", "jmp", "autocast")]
-    point = measures.small_point(config, corpus)
-    seconds = measures.step_seconds(chosen, point, options.repeats)
-    _add_seconds(report, "step on this CPU, bf16", chosen, seconds)
-    _, by_hand, _, autocast = seconds
-    report.targets.append(Target("step time, of by hand", ratio(autocast, by_hand), 1.02))
-
-
-def _add_seconds(report: Report, name: str, variants, seconds) -> None:
-    medians = {v.name: statistics.median(s) for v, s in zip(variants, seconds, strict=True)}
-    report.figures.append(Figure(name, "s", medians))
-
-
-_MEASURES: dict[Measure, Callable[[Report, Options, Config, Corpus], None]] = {
-    "errors": _errors,
-    "float32": _float32,
-    "compilations": _compilations,
-    "program": _program,
-    "tpu": _tpu,
-    "gpu": _gpu,
-    "tracing": _tracing,
-    "time": _time,
-}
 
 if __name__ == "__main__":
     sys.exit(main())

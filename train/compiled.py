@@ -1,6 +1,7 @@
-"""What a program compiled for a chip that is not here will do: memory, bytes, dtypes of matmuls."""
+"""What is read from a program that is not run: memory, bytes, dtypes of matmuls, operations."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,19 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.variants import Variant
+from jaxamp.jaxprs import programs
+from train.fit import peak_bytes
 
 
 class Figures(NamedTuple):
     """Read from one compiled program.
 
     Attributes:
+        peak_bytes: The most that is held at a time, arguments and results included.
         temp_bytes: Peak of temporary memory.
         accessed_bytes: Read and written in one call; None where the compiler does not say. A loop
             body counts once.
         float32_matmuls: Matmuls of two float32 operands.
     """
 
+    peak_bytes: int
     temp_bytes: int
     accessed_bytes: float | None
     float32_matmuls: int
@@ -30,24 +34,44 @@ class Figures(NamedTuple):
 Shapes = tuple[Any, Any]
 
 
-def compile_for(device: Any, fun: Callable, shapes: Shapes) -> Any:
-    """`fun` compiled ahead of time for one `device`."""
+def compile_for(
+    device: Any, fun: Callable, shapes: tuple[Any, ...], donated: tuple[int, ...] = ()
+) -> Any:
+    """`fun` compiled ahead of time for one `device`; `donated` arguments may be overwritten."""
     sharding = NamedSharding(Mesh([device], "d"), PartitionSpec())
-    return jax.jit(fun, in_shardings=sharding, out_shardings=sharding).lower(*shapes).compile()
+    jitted = jax.jit(fun, in_shardings=sharding, out_shardings=sharding, donate_argnums=donated)
+    return jitted.lower(*shapes).compile()
 
 
-def figures_of(variant: Variant, device: Any, shapes: Shapes) -> Figures:
-    """The figures of a variant's loss and gradients on `device`."""
-    program = compile_for(device, variant.value_and_grad(), shapes)
+def figures_of(program: Any, platform: str) -> Figures:
+    """The figures of a compiled program, and of the platform it is for."""
     try:
         cost = program.cost_analysis() or {}
     except jax.errors.JaxRuntimeError:  # the GPU compiler has none
         cost = {}
+    stats = program.memory_analysis()
     return Figures(
-        temp_bytes=program.memory_analysis().temp_size_in_bytes,
+        peak_bytes=peak_bytes(stats, platform),
+        temp_bytes=stats.temp_size_in_bytes,
         accessed_bytes=cost.get("bytes accessed"),
         float32_matmuls=sum(1 for _ in float32_matmuls(program.as_text())),
     )
+
+
+def primitive_counts(program: Any) -> Counter[str]:
+    """How often each primitive is in a traced program; the body of a loop counts once.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x).astype("bfloat16"))(jnp.ones(3))
+    >>> sorted(primitive_counts(program).items())
+    [('convert_element_type', 1), ('scan', 1), ('sin', 1)]
+    """
+    found: Counter[str] = Counter()
+    waiting = [program]
+    while waiting:
+        for eqn in getattr(program := waiting.pop(), "jaxpr", program).eqns:
+            found[eqn.primitive.name] += 1
+            waiting.extend(programs(eqn))
+    return found
 
 
 def batch_shapes(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:

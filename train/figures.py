@@ -68,7 +68,7 @@ def render(report: Report) -> str:
     if figures:
         parts.append(_table([["figure", "unit", *names], *figures]))
     if targets:
-        parts.append(_table([["target for autocast", "measured", "wanted", ""], *targets]))
+        parts.append(_table([["target", "measured", "wanted", ""], *targets]))
     if report.skipped:
         parts.append("\n".join(f"skipped {line}" for line in report.skipped))
     return "\n\n".join(parts)

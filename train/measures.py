@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,14 +79,22 @@ def _distance(x: np.ndarray, reference: np.ndarray) -> float:
 def step_seconds(variants: list[Variant], point: Point, repeats: int) -> list[list[float]]:
     """Wall time of loss and gradients, one list of `repeats` per variant, runs interleaved."""
     steps = [jax.jit(variant.value_and_grad()) for variant in variants]
-    for step in steps:
-        jax.block_until_ready(step(*point))
-    seconds: list[list[float]] = [[] for _ in steps]
+    return interleaved([functools.partial(step, *point) for step in steps], repeats)
+
+
+def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
+    """Wall seconds of each, one list of `repeats` per run; every other round goes backwards.
+
+    All are called once before. A run is over when what it returns is there.
+    """
+    for run in runs:
+        jax.block_until_ready(run())
+    seconds: list[list[float]] = [[] for _ in runs]
     for k in range(repeats):
-        order = range(len(steps)) if k % 2 else reversed(range(len(steps)))
+        order = range(len(runs)) if k % 2 else reversed(range(len(runs)))
         for n in order:
             start = time.perf_counter()
-            jax.block_until_ready(steps[n](*point))
+            jax.block_until_ready(runs[n]())
             seconds[n].append(time.perf_counter() - start)
     return seconds
 
@@ -107,13 +115,13 @@ def compilations_of_second_call(variant: Variant, point: Point, jit: bool) -> in
     """Programs that a second call compiles; without `jit` JAX compiles a scan's gradient anew."""
     grad_fn = jax.jit(variant.value_and_grad()) if jit else variant.value_and_grad()
     grad_fn(*point)
-    with _compilations() as compiled:
+    with compilations() as compiled:
         grad_fn(*point)
     return len(compiled)
 
 
 @contextlib.contextmanager
-def _compilations() -> Iterator[list[str]]:
+def compilations() -> Iterator[list[str]]:
     compiled: list[str] = []
 
     def note(event: str, duration_secs: float, **kwargs: Any) -> None:

@@ -45,6 +45,12 @@ def make_optimizer(
     config: OptimizerConfig, num_steps: int, policy: jaxamp.Policy
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW behind a clip, run on finite gradients only."""
+    scale = jaxamp.get_loss_scale(policy)
+    return jaxamp.apply_if_finite(make_adamw(config, num_steps), loss_scale=scale)
+
+
+def make_adamw(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdamW behind a clip, on whatever gradients it is given."""
     adamw = optax.adamw(
         make_schedule(config, num_steps),
         b1=config.b1,
@@ -53,10 +59,7 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=decayed,
     )
-    return jaxamp.apply_if_finite(
-        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw),
-        loss_scale=jaxamp.get_loss_scale(policy),
-    )
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

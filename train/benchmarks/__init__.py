@@ -1,0 +1,1 @@
+"""The benchmarks of `python -m train.benchmark`, one file for each."""
