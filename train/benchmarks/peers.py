@@ -168,7 +168,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=os.environ | threads | paths,
+            env=os.environ | threads | paths | {"JAX_TRACEBACK_FILTERING": "off"},
         )
 
     def ask(self, compute: str, steps: int) -> tuple[list[float], list[float]]:
