@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxamp import jaxprs
-from jaxamp.interpret import Record, Run, Value, is_finite, is_zero_literal, on_host
+from jaxamp.interpret import Record, Run, Value
+from jaxamp.operate import is_finite, is_zero_literal, on_host
 
 _CONSTANT = -(2**62)  # the maker of what nothing made
 

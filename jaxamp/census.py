@@ -1,8 +1,8 @@
 """Numbers about numbers: which range an array covers, and what each narrow format makes of it.
 
-An array is summed up by how many of its values there are in each power of two, and, for each format,
-how many a cast would turn into zero, into a subnormal number, into Inf or NaN. All of these add up,
-over the rounds of a loop and over the arrays of a scope.
+An array is summed up by how many of its values there are in each power of two, and, for each
+format, how many a cast would turn into zero, into a subnormal number, into Inf or NaN. All of these
+add up, over the rounds of a loop and over the arrays of a scope.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxamp.interpret import on_host
+from jaxamp.operate import on_host
 
 
 class Format(NamedTuple):

@@ -14,11 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxamp import jaxprs
+from jaxamp.operate import (
+    SMALL,
+    as_written,
+    is_finite,
+    is_floating,
+    is_narrow,
+    is_zero_literal,
+    literal,
+    on_host,
+    widened,
+)
 
 
 class Site(NamedTuple):
@@ -118,7 +128,7 @@ class _Evaluator:
     def program(self, jaxpr, consts, args: Sequence[Value], around: Site) -> list[Value]:
         env = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        read = lambda atom: Value(_literal(atom)) if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+        read = lambda atom: Value(literal(atom)) if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
         for eqn in jaxpr.eqns:
             site = _site(eqn, around)
             ins = [read(atom) for atom in eqn.invars]
@@ -136,15 +146,15 @@ class _Evaluator:
         return self.program(jaxpr, consts, args, site)
 
     def operation(self, eqn, ins, site) -> list[Value]:
-        wide = self.widen(site)
+        wide, arrays = self.widen(site), [value.array for value in ins]
         with eqn.ctx.manager:
-            outs = _widened(eqn, ins) if wide else _as_written(eqn, ins)
+            outs = widened(eqn, arrays) if wide else as_written(eqn, arrays)
         if not self.observe:
             return [Value(out) for out in outs]
         key = (id(eqn), self.ran[id(eqn)])
         self.ran[id(eqn)] += 1
         record = Record(key, eqn, site, tuple(value.makers for value in ins))
-        _fill(record, eqn, [value.array for value in ins], outs)
+        _fill(record, eqn, arrays, outs)
         if self.look is not None:
             record.extra = self.look(site, eqn, outs)
         self.records.append(record)
@@ -237,69 +247,7 @@ def scope_path(around: str, stack: str) -> str:
 _MADE_BY_JAX = ("rematted_computation", "checkpoint")
 
 
-# One operation.
-
-
-def _literal(atom: Any) -> Any:
-    dtype = jaxprs.dtype_of(atom)
-    if dtype is None or dtype == jax.dtypes.float0:
-        return atom.val
-    return np.asarray(atom.val).astype(dtype)[()]
-
-
-SMALL = np.float32(2**-26)
-"""Half of what float16 rounds to zero."""
-
-
-def is_zero_literal(atom: Any) -> bool:
-    """A 16-bit zero that was written into the program: maybe an eps that 16 bits cannot hold."""
-    return jaxprs.is_literal(atom) and is_narrow(jaxprs.dtype_of(atom)) and not _literal(atom).any()
-
-
-def is_narrow(dtype: Any) -> bool:
-    """Whether it is a floating dtype of 16 bits."""
-    return dtype in (np.float16, jnp.bfloat16)
-
-
-def _as_written(eqn: Any, ins: Sequence[Value]) -> list[Any]:
-    operands = [_held(v.array, jaxprs.dtype_of(a)) for v, a in zip(ins, eqn.invars, strict=True)]
-    return jaxprs.bind(eqn, operands)
-
-
-def _held(array: Any, dtype: Any) -> Any:
-    """What was widened before, in the dtype of the program."""
-    if is_narrow(dtype) and array.dtype != dtype:
-        return _as_dtype(array, dtype)
-    return array
-
-
-def _as_dtype(array: Any, dtype: Any) -> Any:
-    with np.errstate(over="ignore"):
-        return np.asarray(array).astype(dtype)
-
-
-def _widened(eqn: Any, ins: Sequence[Value]) -> list[Any]:
-    name = eqn.primitive.name
-    if name not in _OF_BITS:
-        changes: dict[str, Any] = {
-            key: np.dtype(np.float32) for key in _DTYPES if is_narrow(eqn.params.get(key))
-        }
-        if eqn.params.get("precision", "") is None:
-            changes["precision"] = jax.lax.Precision.HIGHEST
-        arrays = [_as_dtype(v.array, np.float32) if _is_low(v.array) else v.array for v in ins]
-        try:
-            return jaxprs.bind(eqn, arrays, **changes)
-        except (TypeError, ValueError, NotImplementedError):  # made for its dtypes, as a kernel is
-            pass
-    return [_as_dtype(x, np.float32) if _is_low(x) else x for x in _as_written(eqn, ins)]
-
-
-_DTYPES = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")
-_OF_BITS = ("bitcast_convert_type", "random_bits", "nextafter")
-
-
-def _is_low(array: Any) -> bool:
-    return is_narrow(getattr(array, "dtype", None))
+# What an operation did.
 
 
 def _fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
@@ -331,20 +279,3 @@ def _all_read_is_finite(ins: Sequence[Any], shape: tuple[int, ...]) -> np.ndarra
             own = np.isfinite(on_host(operand))
             finite &= own if own.shape == shape else own.all()
     return finite
-
-
-def is_floating(array: Any) -> bool:
-    """Whether it is an array of real floating numbers."""
-    dtype = getattr(array, "dtype", None)
-    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
-
-
-def is_finite(array: Any) -> bool:
-    """Whether it has neither NaN nor Inf; what holds no floating numbers has none."""
-    return not is_floating(array) or bool(np.isfinite(on_host(array)).all())
-
-
-def on_host(array: Any) -> np.ndarray:
-    """The numbers for numpy, 16-bit ones in float32, which holds each of them."""
-    values = np.asarray(array)
-    return values if values.dtype == np.float64 else values.astype(np.float32)
