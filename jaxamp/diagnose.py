@@ -108,7 +108,8 @@ def _scaled_gradient(fun: Callable, policy: Policy, argnums, has_aux: bool) -> C
                     f"diagnose needs a loss that is a floating scalar, got {_of(loss)}"
                 )
             loss = to_float32(loss)
-            return loss * loss_scale, loss
+            with jax.named_scope("loss_scale"):
+                return loss * loss_scale, loss
 
         try:
             grads, loss = jax.grad(scaled_loss, argnums, has_aux=True)(*args, **kwargs)
@@ -138,7 +139,7 @@ def _of(loss: Any) -> str:
 
 def _diagnosed(call: Call, policy: Policy, trace, weights: tuple, updates: Any) -> Diagnosis:
     program, arrays = call.program, call.arrays
-    scale = float(arrays[-1])
+    scale = float(arrays[remedies.scale_at(call)])
     mixed = run(program, arrays)
     tensors = _Tensors()
     twin = run(program, arrays, widen=lambda site: True, look=tensors.look)
@@ -170,7 +171,8 @@ def _diagnosed(call: Call, policy: Policy, trace, weights: tuple, updates: Any) 
 
 def _paths(call: Call, weights: tuple) -> list[str]:
     """Where each weight is among the arguments."""
-    at = {id(array): path for array, path in zip(call.arrays, call.paths, strict=True)}
+    pairs = list(zip(call.arrays, call.paths, strict=True))
+    at = {id(array): path for array, path in reversed(pairs)}  # of two that are one, the first
     return [at[id(leaf)] for leaf in jax.tree.leaves(weights)]
 
 
@@ -188,7 +190,7 @@ class _Tensors:
         self.found: dict[int, tuple[Site, Any, census.Numbers]] = {}
 
     def look(self, site: Site, eqn: Any, outs: Sequence[Any]) -> None:
-        if RULES.get(eqn.primitive.name) == "structure":
+        if RULES.get(eqn.primitive.name) == "structure" and not _narrows(eqn):
             return
         for out in filter(is_floating, outs):
             numbers = census.count(out)
@@ -212,6 +214,13 @@ class _Tensors:
             if site.phase == "backward" and is_narrow(jaxprs.dtype_of(eqn.outvars[0]))
         ]
         return functools.reduce(census.Numbers.__add__, found) if found else None
+
+
+def _narrows(eqn: Any) -> bool:
+    """A cast to 16 bits: it moves no numbers, but may lose some."""
+    dtypes = [jaxprs.dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and is_narrow(dtypes[1]) and not is_narrow(dtypes[0])
 
 
 _ROLES = {"forward": "activation", "backward": "gradient"}

@@ -1,6 +1,7 @@
 """What `diagnose` found, as data and as text."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -122,17 +123,19 @@ class Diagnosis:
         return tuple(_together(*key, members) for key, members in groups.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Plain dicts, lists, strings and finite numbers: others are "nan", "inf" and "-inf"."""
         fault = self.fault and dataclasses.asdict(self.fault)
         if self.fault and fault:
             fault |= {
                 "rounds": list(self.fault.rounds),
-                "inputs": [list(one) for one in self.fault.inputs],
+                "inputs": [
+                    [dtype, _plain(low), _plain(top)] for dtype, low, top in self.fault.inputs
+                ],
                 "remedy": self.fault.remedy._asdict(),
             }
         return {
             "policy": self.policy,
-            "loss": self.loss,
+            "loss": _plain(self.loss),
             "loss_scale": self.loss_scale,
             "fault": fault,
             "tensors": [tensor.to_dict() for tensor in self.tensors],
@@ -175,6 +178,10 @@ class Diagnosis:
         rows = [("weight", "dtype", "updates that round to nothing")]
         rows += [(one.path, one.dtype, f"{one.share:.1%}") for one in self.frozen]
         return _table(rows) if self.frozen else []
+
+
+def _plain(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)
 
 
 def _together(role: str, scope: str, members: Sequence[Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ class Problem(NamedTuple):
         cause: Its first cause.
         run: Under the policy, with its records.
         twin: The same in float32, with its records.
-        call: The traced gradient; its last array is the loss scale.
+        call: The traced gradient; its argument `loss_scale` is the loss scale.
         policy: The policy.
         trace: Policy -> the gradient traced under it.
         gradients: Range of the 16-bit values of the backward pass, in float32.
@@ -52,6 +52,11 @@ class Problem(NamedTuple):
     policy: Policy
     trace: Callable[[Policy], Call]
     gradients: census.Numbers | None
+
+
+def scale_at(call: Call) -> int:
+    """Which array of a traced gradient is the loss scale."""
+    return list(call.paths).index("loss_scale")
 
 
 def find(problem: Problem) -> Remedy:
@@ -97,8 +102,9 @@ def _eps(problem: Problem) -> Remedy | None:
 
 
 def _loss_scale(problem: Problem) -> Remedy | None:
-    record, scale = problem.cause.record, problem.call.arrays[-1]
-    reads_scale = record and any(-len(problem.call.arrays) in makers for makers in record.ins)
+    record, at = problem.cause.record, scale_at(problem.call)
+    scale = problem.call.arrays[at]
+    reads_scale = record and any(-1 - at in makers for makers in record.ins)
     if record is None or not (record.site.phase == "backward" or reads_scale):
         return None
     best = None
@@ -107,7 +113,8 @@ def _loss_scale(problem: Problem) -> Remedy | None:
     # Below 1 only by the user's own choice: what needs that has another cause.
     tries = dict.fromkeys([max(best.loss_scale, 1.0) if best else 1.0, 1.0])
     for lower in (s for s in tries if s < float(scale)):
-        arrays = [*problem.call.arrays[:-1], np.float32(lower)]
+        arrays = list(problem.call.arrays)
+        arrays[at] = np.float32(lower)
         if _finite(run(problem.call.program, arrays, observe=False)):
             setting = f"loss_scale={lower:g}"
             return Remedy(setting, f"lower the loss scale from {float(scale):g}", _ran(setting))
@@ -146,7 +153,8 @@ def _changed(problem: Problem) -> Iterator[tuple[str, str, Policy]]:
     rules = dict(policy.rules)
     if name in rules:
         yield f"rules={name}:full", "policy.rules took it from float32", _with_rule(policy, name)
-    for pattern in list(dict.fromkeys(_patterns(problem, record)))[:_MOST_PATTERNS]:
+    patterns = dict.fromkeys(p for p in _patterns(problem, record) if not set(p) & set(",|"))
+    for pattern in list(patterns)[:_MOST_PATTERNS]:
         changed = policy.replace(full=(*policy.full, pattern))
         yield f"full={pattern}", "keep that in float32", changed
     if name not in rules and RULES.get(name) in ("matmul", "follow", "guarded"):

@@ -1,6 +1,7 @@
 """Planted faults: each is found at its line, and the remedy is one that was tried out."""
 
 import inspect
+import json
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ def line_of(fun, mark):
 
 def fault_of(fun, *args, policy=F16, **kwargs):
     found = jaxamp.diagnose(fun, policy)(*args, **kwargs)
-    assert found.fault is not None
-    assert found.error is None
+    assert found.fault is not None and found.error is None
+    json.dumps(found.to_dict(), allow_nan=False)
     return found.fault
 
 

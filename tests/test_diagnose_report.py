@@ -81,25 +81,36 @@ def branches():
     return loss, (normal(0, 4, 4), jnp.abs(normal(1, 2, 4)))
 
 
-@pytest.mark.parametrize("policy", ["compute=f16", "compute=bf16", "compute=f32"])
+@pytest.mark.parametrize("policy", ["compute=f16", "compute=bf16"])
 @pytest.mark.parametrize("make", [mlp, transformer, convolution, masked_softmax, lstm, branches])
 def test_healthy_functions_raise_no_alarm(make, policy):
     fun, args = make()
     found = jaxamp.diagnose(fun, policy)(*args, loss_scale=8.0)
-    assert found.fault is None
-    loss, grads = jaxamp.value_and_grad(fun, policy)(*args)
+    assert found.fault is None and "all gradients are finite" in str(found)
+    assert 0 < found.error < 0.1
+    assert found.contributions[0].error_without < found.error
+
+
+@pytest.mark.parametrize("make", [mlp, lstm, branches])
+def test_loss_and_error_are_those_of_the_compiled_step(make):
+    fun, args = make()
+    found = jaxamp.diagnose(fun, "compute=bf16")(*args, loss_scale=8.0)
+    options = {"xla_allow_excess_precision": False}
+    step = jax.jit(jaxamp.value_and_grad(fun, "compute=bf16"), compiler_options=options)
+    loss, grads = step(*args)
     np.testing.assert_allclose(found.loss, loss, rtol=1e-3)
-    if policy == "compute=f32":
-        assert found.error == 0 and found.scale is None
-    else:
-        exact = jax.tree.leaves(jax.grad(fun)(*args))
-        pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
-        error = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))
-        error /= np.sqrt(sum(np.sum(b**2) for _, b in pairs))
-        np.testing.assert_allclose(found.error, error, rtol=0.2)
-        assert found.contributions[0].error_without < found.error
-    json.dumps(found.to_dict())
-    assert "all gradients are finite" in str(found)
+    exact = jax.tree.leaves(jax.jit(jax.grad(fun))(*args))
+    pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
+    error = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))
+    error /= np.sqrt(sum(np.sum(b**2) for _, b in pairs))
+    np.testing.assert_allclose(found.error, error, rtol=0.05)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_float32_has_no_error():
+    fun, args = masked_softmax()
+    found = jaxamp.diagnose(fun, "compute=f32")(*args)
+    assert found.fault is None and found.error == 0 and found.scale is None
 
 
 def test_the_scope_that_makes_the_error_comes_first():
@@ -188,14 +199,19 @@ def test_frozen_weights():
 
 
 def test_argnums_keywords_keys_and_loss_scale_objects():
-    def loss(x, w, *, key, flag):
-        h = x @ w if flag else x
+    def loss(x, w, *, key, flag, zeros):
+        h = x @ w if flag else x + zeros
         return jnp.mean(h * jax.random.bernoulli(key, 0.5, h.shape))
 
     diagnosed = jaxamp.diagnose(loss, "compute=f16", argnums=(0, 1))
     scale = jaxamp.DynamicLossScale(2.0**10)
     found = diagnosed(
-        normal(0, 2, 4), normal(1, 4, 4), key=jax.random.key(0), flag=True, loss_scale=scale
+        normal(0, 2, 4),
+        normal(1, 4, 4),
+        key=jax.random.key(0),
+        flag=True,
+        zeros=jnp.zeros((2, 4)),
+        loss_scale=scale,
     )
     assert found.fault is None and found.loss_scale == 1024
     assert [t.name for t in found.tensors if t.role == "weight"] == ["x", "w"]
