@@ -12,7 +12,7 @@ from jaxamp import blame, census, jaxprs, remedies, sensitivity
 from jaxamp.autocast import Call, autocast, trace_call
 from jaxamp.diagnosis import Diagnosis, Fault, Tensor
 from jaxamp.gradients import as_loss_scale, check_callable, split_aux
-from jaxamp.interpret import Record, Run, Site, run
+from jaxamp.interpret import Run, Site, run
 from jaxamp.loss_scale import to_float32
 from jaxamp.operate import is_finite, is_floating, is_narrow
 from jaxamp.policy import Policy, get_policy
@@ -244,11 +244,7 @@ def _fault(mixed: Run, twin: Run, call: Call, policy, trace, gradients) -> Fault
         phase=record.site.phase,
         rounds=record.site.rounds,
         inputs=tuple(blame.ranges(record)),
-        in_float32=_also(twin, record),
+        in_float32=remedies.in_float32(problem),
         lost_at=lost.site.where if lost else "",
         remedy=remedy,
     )
-
-
-def _also(twin: Run, record: Record) -> bool:
-    return any(other.bad for other in twin.records if other.key == record.key)

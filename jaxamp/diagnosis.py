@@ -18,7 +18,8 @@ class Fault:
         kind: "nan", "overflow" (a finite number too large for its dtype), "division by zero" (an
             exact pole: 1/0, log 0) or "argument" (it was there before the function ran).
         primitive: Name of the operation; for an argument the first that reads it.
-        where: `file:line:column (function)` of the user's line.
+        where: The user's line, `file:line:column (function)`; of a library that is installed, the
+            line that called it, without a column.
         scope: Name scopes around it, joined by `/`.
         phase: "forward" or "backward".
         rounds: In which round of the loops around it, from 0; a backward scan counts down.

@@ -32,7 +32,7 @@ from jaxamp.operate import (
 
 
 class Site(NamedTuple):
-    """Where an equation stands: `file:line:column (function)`, name scope, pass, loop round."""
+    """Where an equation stands: the user's line, name scopes, forward or backward, loop rounds."""
 
     where: str
     scope: str
@@ -124,13 +124,14 @@ class _Evaluator:
         self.widen, self.look, self.observe, self.restored = widen, look, observe, restored
         self.records: list[Record] = []
         self.ran: Counter[int] = Counter()
+        self.sites: dict[Any, Site] = {}
 
     def program(self, jaxpr, consts, args: Sequence[Value], around: Site) -> list[Value]:
         env = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         read = lambda atom: Value(literal(atom)) if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
         for eqn in jaxpr.eqns:
-            site = _site(eqn, around)
+            site = self.site(eqn, around)
             ins = [read(atom) for atom in eqn.invars]
             if id(eqn) in self.restored:
                 ins = [
@@ -140,6 +141,12 @@ class _Evaluator:
             outs = _ENTER.get(eqn.primitive.name, _Evaluator.operation)(self, eqn, ins, site)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def site(self, eqn, around: Site) -> Site:
+        key = id(eqn), around[:3]
+        if key not in self.sites:  # a loop comes here once a round
+            self.sites[key] = _site(eqn, around)
+        return self.sites[key]._replace(rounds=around.rounds)
 
     def opened(self, program, args, site) -> list[Value]:
         jaxpr, consts = jaxprs.opened(program)
@@ -227,7 +234,7 @@ def _site(eqn: Any, around: Site) -> Site:
     stack = str(eqn.source_info.name_stack)
     scope = scope_path(around.scope, stack)
     phase = "backward" if "transpose(" in stack else around.phase
-    return Site(jaxprs.where(eqn) or around.where, scope, phase, around.rounds)
+    return Site(jaxprs.users_line(eqn) or around.where, scope, phase, ())
 
 
 def scope_path(around: str, stack: str) -> str:

@@ -54,6 +54,15 @@ class Problem(NamedTuple):
     gradients: census.Numbers | None
 
 
+def in_float32(problem: Problem) -> bool:
+    """Whether float32 has NaN or Inf at the same operation, for the same reason."""
+    record = problem.cause.record
+    if record is None:
+        return True
+    also = any(other.bad for other in problem.twin.records if other.key == record.key)
+    return also and fails_in_float32(problem) and _eps(problem) is None
+
+
 def scale_at(call: Call) -> int:
     """Which array of a traced gradient is the loss scale."""
     return list(call.paths).index("loss_scale")
@@ -61,12 +70,12 @@ def scale_at(call: Call) -> int:
 
 def find(problem: Problem) -> Remedy:
     """The first remedy that works; the last one is to say that nothing did."""
-    tries = (_data, _eps, _loss_scale, _float32_fails, _policies, _own_casts)
+    tries = (_data, _eps, _loss_scale, _float32_fails, _policies, _own_casts, _line)
     for attempt in tries:
         remedy = attempt(problem)
         if remedy is not None:
             return remedy
-    return Remedy("compute=f32", "only float32 throughout helped", _ran("compute=f32"))
+    return Remedy("compute=f32", "nothing smaller that was tried helped", _ran("compute=f32"))
 
 
 def _ran(setting: str) -> str:
@@ -126,12 +135,24 @@ def _format(policy: Policy) -> str:
 
 
 def _float32_fails(problem: Problem) -> Remedy | None:
-    if _finite(problem.twin):
+    if not fails_in_float32(problem):
         return None
     cause = blame.first_cause(problem.twin, problem.call.arrays)
     where = f" at {cause.record.site.where}" if cause and cause.record else ""
     advice = "float32 fails too: a lower learning rate, or look at the data and the formula"
     return Remedy("", advice, f"in float32 the first bad operation is{where or ' the same'}")
+
+
+def fails_in_float32(problem: Problem) -> bool:
+    """Neither the twin is finite nor `compute=f32`: one keeps kernels, the other own casts."""
+    if _finite(problem.twin):
+        return False
+    call = problem.trace(_float32(problem.policy))
+    return not _finite(run(call.program, call.arrays, observe=False))
+
+
+def _float32(policy: Policy) -> Policy:
+    return policy.replace(compute_dtype=np.float32, full=())
 
 
 def _policies(problem: Problem) -> Remedy | None:
@@ -192,7 +213,7 @@ def _arguments(result: Run, record: Record) -> list[int]:
 
 def _own_casts(problem: Problem) -> Remedy | None:
     """What the function itself makes 16-bit: no policy can undo that."""
-    own = _narrow_lines(problem.trace(problem.policy.replace(compute_dtype=np.float32)).program)
+    own = _own_lines(problem)
     program, arrays = problem.call.program, problem.call.arrays
     if not own or not _finite(run(program, arrays, lambda site: site.where in own, observe=False)):
         return None
@@ -204,10 +225,29 @@ def _own_casts(problem: Problem) -> Remedy | None:
     return Remedy("", f"the function itself casts to 16 bits: leave that out at {at}", checked)
 
 
+def _own_lines(problem: Problem) -> set[str]:
+    """Lines with 16-bit values when autocast makes none."""
+    return _narrow_lines(problem.trace(_float32(problem.policy)).program)
+
+
+def _line(problem: Problem) -> Remedy | None:
+    record = problem.cause.record
+    if record is None or not record.site.where:
+        return None
+    line = record.site.where.rpartition(":")[0]
+    if any(own.rpartition(":")[0] == line for own in _own_lines(problem)):
+        return None
+    there = lambda site: site.where.rpartition(":")[0] == line  # noqa: E731
+    if not _finite(run(problem.call.program, problem.call.arrays, there, observe=False)):
+        return None
+    advice = "`with jaxamp.full_precision():` around that line"
+    return Remedy("", advice, _ran("that line held in float32"))
+
+
 def _narrow_lines(program: Any, around: str = "") -> set[str]:
     found: set[str] = set()
     for eqn in jaxprs.opened(program)[0].eqns:
-        line = jaxprs.where(eqn) or around
+        line = jaxprs.users_line(eqn) or around
         if any(is_narrow(jaxprs.dtype_of(atom)) for atom in (*eqn.invars, *eqn.outvars)):
             found.add(line)
         for inner in jaxprs.programs(eqn):

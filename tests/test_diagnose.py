@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxamp
 
@@ -102,6 +104,7 @@ def test_an_eps_that_float16_does_not_hold():
     fault = fault_of(loss, ones(4, 4), ones(2, 4))
     assert at(fault, loss) and fault.kind == "division by zero"
     assert line_of(loss, "eps") in fault.remedy.advice
+    assert not fault.in_float32
     assert "6e-08" in fault.remedy.advice and "finite" in fault.remedy.checked
 
 
@@ -254,6 +257,64 @@ def test_inside_jit_and_checkpoint():
     fault = fault_of(lambda w, x: jnp.mean(block(w, x)), ones(4, 4, value=40.0), ones(2, 4))
     assert at(fault, head) and fault.kind == "overflow" and fault.scope == "block"
     assert fault.remedy.setting == "full=block"
+
+
+def test_a_line_without_scopes_is_kept_in_float32():
+    def loss(w, x):
+        y = jnp.tanh(x @ w) * 300
+        z = y * 30000  # here
+        z = z / 30000
+        return jnp.mean((z / 300) @ w)
+
+    args = ones(4, 4), ones(2, 4)
+    fault = fault_of(loss, *args, policy=f"{F16},rules=mul:follow")
+    assert at(fault, loss) and fault.kind == "overflow"
+    assert fault.remedy.setting == "rules=mul:full"
+
+    def gathered(w, x):
+        y = (x @ w)[jnp.array([0, 1, 1])]  # here
+        return jnp.mean(y * 7e4 * y)
+
+    args = ones(4, 4, value=100.0), ones(2, 4)
+    fault = fault_of(gathered, *args)
+    assert at(fault, gathered) and fault.phase == "backward"
+    assert "full_precision" in fault.remedy.advice
+
+    def in_full_precision(w, x):
+        with jaxamp.full_precision():
+            y = (x @ w)[jnp.array([0, 1, 1])]
+        return jnp.mean(y * 7e4 * y)
+
+    assert jaxamp.diagnose(in_full_precision, F16)(*args).fault is None
+
+
+def test_a_program_that_is_not_entered_has_its_float32_by_policy():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        def local(w, x):
+            return lax.psum(jnp.sum(jnp.tanh((x @ w) @ w @ w)), "data")
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return mapped(w, x)  # here
+
+    w = 300 * jnp.float32([[1, -1], [-1, 1]])
+    fault = fault_of(loss, w, ones(2, 2, value=1.0).at[:, 1].set(-1.0))
+    assert at(fault, loss) and fault.primitive == "shard_map"
+    assert not fault.in_float32 and fault.remedy.setting == "full=w"
+
+
+def test_a_line_in_a_library_is_that_of_its_caller():
+    linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(linear)
+
+    def loss(state, x):
+        linear = nnx.merge(graphdef, state)
+        y = linear(x)  # here
+        return jnp.mean(linear(y) ** 2)
+
+    fault = fault_of(loss, jax.tree.map(lambda w: jnp.full_like(w, 3e4), state), ones(2, 4))
+    assert at(fault, loss) and fault.kind == "overflow"
 
 
 def test_a_loss_that_is_infinite_by_a_constant_or_an_argument():
