@@ -4,20 +4,17 @@ A NaN or Inf *appears* where all that was read for it is finite, and is passed o
 it is dropped again, as the -inf of a mask is by a softmax, it has done no harm. So the search goes
 back from what came out: of all appearances that it was passed on from, the first is to blame.
 
-An Inf that the program wrote down, or was given, is meant: it is to blame only if it comes out as
-it is. If a NaN is made of it (a row that is masked whole), the operation that makes the NaN is.
+An Inf that the program wrote down is meant: it is to blame only if it comes out as it is. If a NaN
+is made of it (a row that is masked whole), the operation that makes the NaN is. What an argument
+holds is to blame if anything of it comes out.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxamp import jaxprs
-from jaxamp.interpret import Record, Run, Value
+from jaxamp.interpret import Record, Run
 from jaxamp.operate import is_finite, is_zero_literal, on_host
-
-_CONSTANT = -(2**62)  # the maker of what nothing made
 
 
 class Cause(NamedTuple):
@@ -40,42 +37,26 @@ def first_cause(run: Run, arrays: Sequence[Any]) -> Cause | None:
     bad = [value for value in run.outs if not is_finite(value.array)]
     if not bad:
         return None
-    bad_arguments = {-1 - k: array for k, array in enumerate(arrays) if not is_finite(array)}
-    strong, weak = _origins(run.records, bad_arguments)
-    found = set().union(*(_of(value, strong) for value in bad))
+    origins = _origins(run.records, arrays)
+    found = set().union(*(origins.get(maker, ()) for value in bad for maker in value.makers))
     if found:
         first = min(found)
         return _argument(run, first) if first < 0 else _operation(run.records[first])
-    meant = set().union(*(_of(value, weak) for value in bad)) - {_CONSTANT}
-    if meant:
-        return _argument(run, min(meant))
     first = next((record for record in run.records if record.bad), None)
     return Cause("overflow", first, None)  # a constant comes out as it is
 
 
-def _of(value: Value, origins: dict[int, frozenset[int]]) -> set[int]:
-    return set().union(*(origins.get(maker, frozenset()) for maker in value.makers))
-
-
-def _origins(records: Sequence[Record], bad_arguments: dict[int, Any]):
-    """Per maker: the appearances behind it, and the infinities behind it that are meant."""
-    strong: dict[int, frozenset[int]] = {}
-    weak: dict[int, frozenset[int]] = {}
-    for maker, array in bad_arguments.items():
-        nan = bool(np.isnan(on_host(array)).any())
-        (strong if nan else weak)[maker] = frozenset([maker])
+def _origins(records: Sequence[Record], arrays: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """Per maker: the appearances of NaN and Inf that its own were passed on from."""
+    origins = {-1 - k: frozenset([-1 - k]) for k, x in enumerate(arrays) if not is_finite(x)}
     for k, record in enumerate(records):
         if not record.bad:
             continue
-        makers = [maker for j in record.bad_ins for maker in record.ins[j] or (_CONSTANT,)]
-        own = frozenset().union(*(strong.get(maker, frozenset()) for maker in makers))
-        weak[k] = frozenset().union(
-            *(weak.get(m, frozenset()) for m in makers if m != _CONSTANT),
-            [_CONSTANT] if _CONSTANT in makers else [],
-        )
-        nan_of_meant = record.nan and not record.nan_read and not own
-        strong[k] = own | {k} if record.born or nan_of_meant else own
-    return strong, weak
+        makers = [maker for j in record.bad_ins for maker in record.ins[j]]
+        passed_on = frozenset().union(*(origins.get(maker, frozenset()) for maker in makers))
+        nan_of_constants = record.nan and not record.nan_read and not passed_on
+        origins[k] = passed_on | {k} if record.born or nan_of_constants else passed_on
+    return origins
 
 
 def _argument(run: Run, maker: int) -> Cause:

@@ -124,6 +124,26 @@ def test_a_mask_of_minus_1e9_cast_by_hand():
     assert jaxamp.diagnose(loss, F16)(ones(4, 4), ones(2, 4), mask.at[:, 0].set(True)).fault is None
 
 
+def test_a_row_that_is_masked_whole_with_an_infinity_on_purpose():
+    def loss(w, x, mask):
+        scores = jnp.where(mask, x @ w, -jnp.inf)
+        p = jax.nn.softmax(scores, axis=-1)  # here
+        return jnp.mean(p**2)
+
+    mask = jnp.ones((2, 4), bool).at[1].set(False)
+    fault = fault_of(loss, ones(4, 4), ones(2, 4), mask)
+    assert at(fault, loss) and (fault.kind, fault.primitive) == ("nan", "sub")
+    assert fault.in_float32 and "float32 fails too" in fault.remedy.advice
+
+
+def test_a_mask_that_is_an_argument_is_no_fault():
+    def loss(w, x, bias):
+        return jnp.mean(jax.nn.softmax(x @ w + bias, axis=-1) ** 2)
+
+    bias = jnp.zeros((2, 4)).at[:, 1].set(-jnp.inf)
+    assert jaxamp.diagnose(loss, F16)(ones(4, 4), ones(2, 4), bias).fault is None
+
+
 def test_log_of_a_probability_that_underflowed():
     def loss(w, x):
         p = jax.nn.softmax(x @ w)
@@ -178,10 +198,12 @@ def test_data_that_is_not_finite_is_to_blame(value):
     def loss(w, batch):
         return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
-    batch = {"x": ones(2, 4), "y": ones(2, 4).at[1, 2].set(value)}
-    fault = fault_of(loss, ones(4, 4), batch)
-    assert fault.kind == "argument" and "batch/y" in fault.remedy.advice
-    assert "float32 is not finite either" in fault.remedy.checked and fault.in_float32
+    batch = {"x": ones(2, 4), "y": ones(2, 4)}
+    for name in batch:  # an Inf of x becomes NaN in the product, which is still not to blame
+        bad = batch | {name: batch[name].at[1, 2].set(value)}
+        fault = fault_of(loss, jnp.eye(4), bad)
+        assert fault.kind == "argument" and f"batch/{name}" in fault.remedy.advice
+        assert "float32 is not finite either" in fault.remedy.checked and fault.in_float32
 
 
 def test_log_of_a_negative_number_fails_in_float32_too():
