@@ -136,6 +136,17 @@ def test_a_row_that_is_masked_whole_with_an_infinity_on_purpose():
     assert fault.in_float32 and "float32 fails too" in fault.remedy.advice
 
 
+def test_an_overflow_beside_an_infinity_on_purpose():
+    def loss(w, x):
+        scores = (x @ w).astype(jnp.float16)
+        scores = jnp.where(jnp.arange(4) == 0, -jnp.inf, scores)
+        scores = scores * 4096  # here
+        return jnp.mean(jax.nn.softmax(scores, axis=-1).astype(jnp.float32) ** 2)
+
+    fault = fault_of(loss, ones(4, 4), ones(2, 4, value=10.0))
+    assert at(fault, loss) and (fault.kind, fault.primitive) == ("overflow", "mul")
+
+
 def test_a_mask_that_is_an_argument_is_no_fault():
     def loss(w, x, bias):
         return jnp.mean(jax.nn.softmax(x @ w + bias, axis=-1) ** 2)
