@@ -13,6 +13,9 @@ The step, in its ten words:
                      emit.py, derivatives.py, dots.py (emit)
                      plans.py, jaxprs.py, scopes.py (full_precision), residuals.py
     explain.py     explain: what was decided and why
+    diagnose.py    diagnose: where a step makes NaN or Inf, and where its precision goes
+                     interpret.py, operate.py (runs), blame.py, remedies.py (NaN and Inf),
+                     census.py (ranges), sensitivity.py (errors), diagnosis.py (the report)
     nnx.py         autocast and value_and_grad for functions of Flax NNX modules
     gradients.py   value_and_grad: cast, forward, scale, backward, unscale
     optimizer.py   apply_if_finite: finite? clip and update, or skip whole; adjust the scale
@@ -40,6 +43,8 @@ Example:
 """
 
 from jaxamp.autocast import autocast
+from jaxamp.diagnose import diagnose
+from jaxamp.diagnosis import Diagnosis
 from jaxamp.explain import Explanation, explain
 from jaxamp.gradients import grad, value_and_grad
 from jaxamp.loss_scale import (
@@ -56,6 +61,7 @@ from jaxamp.scopes import full_precision
 
 __all__ = [
     "ApplyIfFiniteState",
+    "Diagnosis",
     "DynamicLossScale",
     "Explanation",
     "LossScale",
@@ -65,6 +71,7 @@ __all__ = [
     "apply_if_finite",
     "auto_policy",
     "autocast",
+    "diagnose",
     "explain",
     "full_precision",
     "get_loss_scale",

@@ -161,7 +161,7 @@ def _is_result(leaf: Any) -> bool:
 def _argument_names(fun: Callable, args: tuple) -> list[str]:
     """Names of the positional arguments, for people: numbers where there are none."""
     try:
-        names = list(inspect.signature(fun).bind(*args).signature.parameters)
+        names = list(inspect.signature(fun).bind_partial(*args).signature.parameters)
     except (TypeError, ValueError):
         names = []
     return [names[k] if k < len(names) else str(k) for k in range(len(args))]

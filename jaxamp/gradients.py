@@ -55,17 +55,17 @@ def value_and_grad(
     >>> grad_fn(jax.numpy.float32(3.0), loss_scale=1024.0)
     (Array(9., dtype=float32), Array(6., dtype=float32))
     """
-    _check_callable(fun)
+    check_callable(fun)
     policy = get_policy(policy)
     # The loss stays float32 until it is scaled; `output` is for what else comes back.
     mixed = autocast(fun, policy.replace(output_dtype=jnp.float32))
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args, loss_scale=None, **kwargs):
-        scale = _as_loss_scale(loss_scale)
+        scale = as_loss_scale(loss_scale)
 
         def scaled_loss(*args, **kwargs):
-            loss, aux = _split_aux(mixed(*args, **kwargs), has_aux)
+            loss, aux = split_aux(mixed(*args, **kwargs), has_aux)
             loss = to_float32(loss)
             return scale.scale(loss), (loss, cast_outputs(aux, policy))
 
@@ -103,13 +103,15 @@ def grad(
     return grad_fun
 
 
-def _as_loss_scale(loss_scale: Any) -> Any:
+def as_loss_scale(loss_scale: Any) -> Any:
+    """A loss scale object from one, from a number, or from None."""
     if loss_scale is None:
         return NoOpLossScale()
     return loss_scale if hasattr(loss_scale, "unscale") else StaticLossScale(loss_scale)
 
 
-def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """What the function gave as (loss, aux)."""
     if not has_aux:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
@@ -120,7 +122,8 @@ def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _check_callable(fun: Callable) -> None:
+def check_callable(fun: Callable) -> None:
+    """It is a function without a parameter that is ours."""
     if not callable(fun):
         raise TypeError(f"expected a function, got {type(fun).__name__}: {fun!r}")
     try:

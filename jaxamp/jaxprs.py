@@ -5,6 +5,8 @@ not exported, so primitives are recognised by name.
 """
 
 import functools
+import os
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -145,6 +147,21 @@ def scope_of(eqn: Any) -> str:
 def where(eqn: Any) -> str:
     """`file:line:column (function)` of the user's line behind an equation."""
     return source_info_util.summarize(eqn.source_info)
+
+
+def users_line(eqn: Any) -> str:
+    """Like `where`, but of the code that called an installed library, if one made the equation."""
+    line = where(eqn)
+    if not line.startswith(_INSTALLED):
+        return line
+    for frame in eqn.source_info.traceback.frames:
+        if not frame.file_name.startswith((*_INSTALLED, _HERE)):
+            return f"{frame.file_name}:{frame.line_num}: ({frame.function_name})"
+    return line
+
+
+_INSTALLED = tuple({sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")})
+_HERE = os.path.dirname(__file__)
 
 
 def programs(eqn: Any) -> Iterator[Any]:

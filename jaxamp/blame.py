@@ -1,0 +1,158 @@
+"""Which operation made the NaN or Inf that reached the loss or a gradient.
+
+A NaN or Inf *appears* where all that was read for it is finite, and is passed on from there. Where
+it is dropped again, as the -inf of a mask is by a softmax, it has done no harm. So the search goes
+back from what came out: of all appearances that it was passed on from, the first is to blame.
+
+An Inf that the program wrote down is meant: it is to blame only if it comes out as it is. If a NaN
+is made of it (a row that is masked whole), the operation that makes the NaN is. What an argument
+holds is to blame if anything of it comes out.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxamp import jaxprs
+from jaxamp.interpret import Record, Run
+from jaxamp.operate import is_finite, is_zero_literal, on_host
+
+
+class Cause(NamedTuple):
+    """The first cause of a value that is not finite.
+
+    Attributes:
+        kind: "nan", "overflow" (a finite number too large for its dtype), "division by zero" (an
+            exact pole: 1/0, log 0), or "argument" (it was there before the function ran).
+        record: Of the operation that made it; for an argument of the first that read it, if any.
+        argument: Which input it was, or None.
+    """
+
+    kind: str
+    record: Record | None
+    argument: int | None
+
+
+def first_cause(run: Run, arrays: Sequence[Any]) -> Cause | None:
+    """What is to blame for outputs that are not finite; None if all are finite."""
+    bad = [value for value in run.outs if not is_finite(value.array)]
+    if not bad:
+        return None
+    origins = _origins(run.records, arrays)
+    found = set().union(*(origins.get(maker, ()) for value in bad for maker in value.makers))
+    if found:
+        first = min(found)
+        return _argument(run, first) if first < 0 else _operation(run.records[first])
+    first = next((record for record in run.records if record.bad), None)
+    return Cause("overflow", first, None)  # a constant comes out as it is
+
+
+def _origins(records: Sequence[Record], arrays: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """Per maker: the appearances of NaN and Inf that its own were passed on from."""
+    origins = {-1 - k: frozenset([-1 - k]) for k, x in enumerate(arrays) if not is_finite(x)}
+    for k, record in enumerate(records):
+        if not record.bad:
+            continue
+        makers = [maker for j in record.bad_ins for maker in record.ins[j]]
+        passed_on = frozenset().union(*(origins.get(maker, frozenset()) for maker in makers))
+        nan_of_constants = record.nan and not record.nan_read and not passed_on
+        origins[k] = passed_on | {k} if record.born or nan_of_constants else passed_on
+    return origins
+
+
+def _argument(run: Run, maker: int) -> Cause:
+    reads = (r for r in run.records if any(maker in makers for makers in r.ins))
+    return Cause("argument", next(reads, None), -1 - maker)
+
+
+def _operation(record: Record) -> Cause:
+    if record.nan and record.born != "inf":
+        kind = "nan"
+    else:
+        kind = "division by zero" if _at_pole(record) else "overflow"
+    return Cause(kind, record, None)
+
+
+_POLES = {"div": 0, "rsqrt": 0, "log": 0, "log2": 0, "log1p": -1, "pow": 0, "integer_pow": 0}
+
+
+def _at_pole(record: Record) -> bool:
+    """An operand is exactly where the operation has no finite value."""
+    name = record.eqn.primitive.name
+    if name == "integer_pow" and record.eqn.params["y"] >= 0:
+        return False
+    if name not in _POLES:
+        return False
+    operand = record.operands[1 if name == "div" else 0]
+    return bool((on_host(operand) == _POLES[name]).any())
+
+
+# Where numbers became zero that are not zero in float32.
+
+
+def lost_at(run: Run, twin: Run, record: Record) -> Record | None:
+    """The first operation behind `record` whose results have zeros that the twin's have not."""
+    in_twin = {other.key: other for other in twin.records}
+    found = None
+    ahead = [m for makers in record.ins for m in makers]
+    seen: set[int] = set()
+    while ahead:
+        maker = ahead.pop()
+        if maker < 0 or maker in seen:
+            continue
+        seen.add(maker)
+        made = run.records[maker]
+        other = in_twin.get(made.key)
+        if other is not None and made.zeros > other.zeros:
+            found = maker if found is None else min(found, maker)
+            ahead += [m for makers in made.ins for m in makers]
+    return None if found is None else run.records[found]
+
+
+def lost_eps(run: Run, record: Record) -> Record | None:
+    """An addition of a 16-bit zero behind `record`: an eps that 16 bits could not hold."""
+    ahead = [m for makers in record.ins for m in makers]
+    for _ in range(_STEPS_BACK):
+        if not ahead:
+            return None
+        maker = ahead.pop(0)
+        if maker < 0:
+            continue
+        made = run.records[maker]
+        if made.eqn.primitive.name in ("add", "max") and any(
+            is_zero_literal(atom) for atom in made.eqn.invars
+        ):
+            return made
+        ahead += [m for makers in made.ins for m in makers]
+    return None
+
+
+_STEPS_BACK = 16
+
+
+def narrowed_at(run: Run, record: Record) -> list[Record]:
+    """Where the 16-bit values that `record` works with were made 16-bit, first ones first."""
+    found: set[int] = set()
+    ahead, seen = [run.records.index(record)], set[int]()
+    while ahead:
+        maker = ahead.pop()
+        if maker < 0 or maker in seen:
+            continue
+        seen.add(maker)
+        made = run.records[maker]
+        if not made.narrow and made is not record:
+            continue
+        above = [m for makers in made.ins for m in makers]
+        if made.narrow and not any(m >= 0 and run.records[m].narrow for m in above):
+            found.add(maker)
+        ahead += above
+    return [run.records[k] for k in sorted(found)]
+
+
+def ranges(record: Record) -> list[tuple[str, float, float]]:
+    """(dtype, least, largest) of each floating operand of an operation that went bad."""
+    found = []
+    for atom, array in zip(record.eqn.invars, record.operands, strict=True):
+        if jaxprs.is_inexact(atom) and getattr(array, "size", 1):
+            values = on_host(array)
+            found.append((str(array.dtype), float(values.min()), float(values.max())))
+    return found

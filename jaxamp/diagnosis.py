@@ -1,0 +1,230 @@
+"""What `diagnose` found, as data and as text."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxamp.census import Numbers, Scale
+from jaxamp.remedies import Remedy
+from jaxamp.sensitivity import Contribution, Frozen
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """The first operation whose NaN or Inf reached the loss or a gradient.
+
+    Attributes:
+        kind: "nan", "overflow" (a finite number too large for its dtype), "division by zero" (an
+            exact pole: 1/0, log 0) or "argument" (it was there before the function ran).
+        primitive: Name of the operation; for an argument the first that reads it.
+        where: The user's line, `file:line:column (function)`; of a library that is installed, the
+            line that called it, without a column.
+        scope: Name scopes around it, joined by `/`.
+        phase: "forward" or "backward".
+        rounds: In which round of the loops around it, from 0; a backward scan counts down.
+        inputs: (dtype, least, largest) of each floating operand.
+        in_float32: Whether the same operation gives NaN or Inf in float32 too.
+        lost_at: Where numbers became zero that are not zero in float32, if that is behind it.
+        remedy: What to try, and how that was checked.
+    """
+
+    kind: str
+    primitive: str
+    where: str
+    scope: str
+    phase: str
+    rounds: tuple[int, ...]
+    inputs: tuple[tuple[str, float, float], ...]
+    in_float32: bool
+    lost_at: str
+    remedy: Remedy
+
+    def __str__(self) -> str:
+        rounds = f", round {', '.join(map(str, self.rounds))}" if self.rounds else ""
+        scope = f", scope {self.scope}" if self.scope else ""
+        what = "in an argument, read" if self.kind == "argument" else "made"
+        lines = [
+            f"{self.kind}: {what} by {self.primitive or 'nothing'}, {self.phase}{rounds}{scope}",
+            f"  at {self.where or 'no line'}",
+            *(f"  reads {dtype} from {low:.3g} to {top:.3g}" for dtype, low, top in self.inputs),
+            f"  in float32: {'the same' if self.in_float32 else 'finite there'}",
+        ]
+        if self.lost_at:
+            lines.append(f"  zeros that float32 has not, first at {self.lost_at}")
+        setting = f"{self.remedy.setting}: " if self.remedy.setting else ""
+        lines.append(f"  try {setting}{self.remedy.advice}")
+        lines.append(f"  checked: {self.remedy.checked}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """The range of an array, in float32, and what narrow formats would make of it.
+
+    Attributes:
+        role: "weight", "activation" (forward) or "gradient" (backward, at the loss scale used).
+        scope: Its name scopes; of a weight and its gradient, the path above it.
+        name: The operation that makes it, or the path of a weight.
+        where: The user's line.
+        dtype: In which the program holds it.
+        numbers: Counts, over all rounds of a loop.
+    """
+
+    role: str
+    scope: str
+    name: str
+    where: str
+    dtype: str
+    numbers: Numbers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, strings and numbers."""
+        n = self.numbers
+        return {
+            **{key: getattr(self, key) for key in ("role", "scope", "name", "where", "dtype")},
+            "size": n.size,
+            "exponents": n.exponent_range and list(n.exponent_range),
+            "zero": n.zeros / max(n.size, 1),
+            "casts": n.shares(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What `jaxamp.diagnose` found. `print` shows it; `to_dict` is for tools.
+
+    Attributes:
+        policy: The policy, as its string.
+        loss: As it was before scaling.
+        loss_scale: The scale of the run.
+        fault: The first cause of NaN or Inf; None if the loss and all gradients are finite.
+        tensors: Ranges of weights, activations and gradients.
+        scale: The loss scale for this backward pass; None where nothing in it has 16 bits.
+        error: ||g - g32|| / ||g32|| of the gradients; None if they are not finite.
+        contributions: The scopes that make that error, largest part first.
+        frozen: Weights whose updates round to nothing, the most frozen first.
+    """
+
+    policy: str
+    loss: float
+    loss_scale: float
+    fault: Fault | None
+    tensors: tuple[Tensor, ...]
+    scale: Scale | None
+    error: float | None
+    contributions: tuple[Contribution, ...]
+    frozen: tuple[Frozen, ...]
+
+    def by_scope(self) -> tuple[Tensor, ...]:
+        """The tensors of each role and scope taken together."""
+        groups: dict[tuple[str, str], list[Tensor]] = {}
+        for tensor in self.tensors:
+            groups.setdefault((tensor.role, tensor.scope), []).append(tensor)
+        return tuple(_together(*key, members) for key, members in groups.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and finite numbers: others are "nan", "inf" and "-inf"."""
+        fault = self.fault and dataclasses.asdict(self.fault)
+        if self.fault and fault:
+            fault |= {
+                "rounds": list(self.fault.rounds),
+                "inputs": [
+                    [dtype, _plain(low), _plain(top)] for dtype, low, top in self.fault.inputs
+                ],
+                "remedy": self.fault.remedy._asdict(),
+            }
+        return {
+            "policy": self.policy,
+            "loss": _plain(self.loss),
+            "loss_scale": self.loss_scale,
+            "fault": fault,
+            "tensors": [tensor.to_dict() for tensor in self.tensors],
+            "scopes": [tensor.to_dict() for tensor in self.by_scope()],
+            "scale": self.scale and self.scale._asdict(),
+            "error": self.error,
+            "contributions": [one._asdict() for one in self.contributions],
+            "frozen": [one._asdict() for one in self.frozen],
+        }
+
+    def __str__(self) -> str:
+        head = (
+            f"diagnosis under {self.policy}: loss {self.loss:.6g}, loss scale {self.loss_scale:g}"
+        )
+        verdict = str(self.fault) if self.fault else "the loss and all gradients are finite"
+        blocks = [[head, verdict], _ranges(self.by_scope()), self._scale_lines()]
+        blocks += [self._error_lines(), self._frozen_lines()]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+    def _scale_lines(self) -> list[str]:
+        if self.scale is None:
+            return []
+        s = self.scale
+        return [
+            f"loss scale to use: {s.loss_scale:g}, which can be doubled {s.margin_log2} times more",
+            f"  zero in 16-bit gradients: {s.flushed_now:.2%} now, {s.flushed:.2%} with it",
+        ]
+
+    def _error_lines(self) -> list[str]:
+        if not self.error:
+            return []
+        rows = [("held in float32", "error left", "takes away")]
+        rows += [
+            (one.scope, f"{one.error_without:.3g}", f"{one.removed:.0%}")
+            for one in self.contributions
+        ]
+        return [f"gradient error against float32: {self.error:.3g}", *_table(rows)]
+
+    def _frozen_lines(self) -> list[str]:
+        rows = [("weight", "dtype", "updates that round to nothing")]
+        rows += [(one.path, one.dtype, f"{one.share:.1%}") for one in self.frozen]
+        return _table(rows) if self.frozen else []
+
+
+def _plain(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)
+
+
+def _together(role: str, scope: str, members: Sequence[Tensor]) -> Tensor:
+    dtypes = "|".join(dict.fromkeys(member.dtype for member in members))
+    numbers = members[0].numbers
+    for member in members[1:]:
+        numbers = numbers + member.numbers
+    return Tensor(role, scope, f"{len(members)} tensors", "", dtypes, numbers)
+
+
+def _ranges(scopes: Sequence[Tensor]) -> list[str]:
+    if not scopes:
+        return []
+    formats = list(scopes[0].numbers.casts)
+    header = ("range of", "scope", "held in", "2^min..2^max", "zero")
+    rows = [(*header, *(f"{name} flush/sub/over" for name in formats))]
+    return _table([*rows, *_range_rows(scopes)])
+
+
+def _range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
+    for one in scopes:
+        n = one.numbers
+        ends = n.exponent_range
+        between = f"{ends[0]}..{ends[1]}" if ends else "none"
+        casts = ("/".join(_share(x) for x in shares.values()) for shares in n.shares().values())
+        yield one.role, one.scope, one.dtype, between, _share(n.zeros / max(n.size, 1)), *casts
+
+
+def _share(share: float) -> str:
+    """A share for people: `0` only for none at all.
+
+    >>> _share(0.0), _share(1e-6), _share(0.25)
+    ('0', '<.1%', '25%')
+    """
+    if share == 0:
+        return "0"
+    if share < 0.001:
+        return "<.1%"
+    return f"{100 * share:.2g}%" if share < 0.995 else "100%"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    cells = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]

@@ -1,0 +1,288 @@
+"""Run a traced program equation by equation, and record what each one did.
+
+Programs inside are entered: calls, branches, and loops round by round, so that the first bad round
+of a scan is known. A loop is never compiled, and no cast is fused away: what is recorded is what
+the program says.
+
+The same program can be run with some of its equations *widened*: their 16-bit operands are taken to
+float32 and their results stay there. Widened everywhere it is the float32 twin of a mixed program,
+with the same equations in the same order, so that records of both can be compared one by one.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxamp import jaxprs
+from jaxamp.operate import (
+    SMALL,
+    as_written,
+    is_finite,
+    is_floating,
+    is_narrow,
+    is_zero_literal,
+    literal,
+    on_host,
+    widened,
+)
+
+
+class Site(NamedTuple):
+    """Where an equation stands: the user's line, name scopes, forward or backward, loop rounds."""
+
+    where: str
+    scope: str
+    phase: str
+    rounds: tuple[int, ...]
+
+
+class Value(NamedTuple):
+    """An array, and the numbers of the records that made it; arguments are -1, -2, ..."""
+
+    array: Any
+    makers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """One equation, once.
+
+    Attributes:
+        key: The equation and how often it had run: the same in every run of the program.
+        eqn: The equation.
+        site: Where it stands.
+        ins: Makers of each operand.
+        operands: Of an operation whose result is not finite, what it read; else empty.
+        bad_ins: Which of them are not finite.
+        nan_read: One of them has a NaN.
+        narrow: A result is held in 16 bits.
+        nan: A result has a NaN.
+        inf: A result has an Inf.
+        born: "nan" or "inf" if one appeared where all that was read is finite, else "".
+        zeros: How many numbers of the results are zero.
+        extra: What the caller's `look` made of the results.
+    """
+
+    key: tuple[int, int]
+    eqn: Any
+    site: Site
+    ins: tuple[tuple[int, ...], ...]
+    operands: tuple[Any, ...] = ()
+    bad_ins: tuple[int, ...] = ()
+    nan_read: bool = False
+    narrow: bool = False
+    nan: bool = False
+    inf: bool = False
+    born: str = ""
+    zeros: int = 0
+    extra: Any = None
+
+    @property
+    def bad(self) -> bool:
+        """Whether a result is not finite."""
+        return self.nan or self.inf
+
+
+class Run(NamedTuple):
+    """Outputs of a program, and its records in the order in which they were made."""
+
+    outs: list[Value]
+    records: list[Record]
+
+
+def run(
+    program: Any,
+    arrays: Sequence[Any],
+    widen: Callable[[Site], bool] = lambda site: False,
+    look: Callable[[Site, Any, Any], Any] | None = None,
+    observe: bool = True,
+    restored: frozenset[int] = frozenset(),
+) -> Run:
+    """Run a closed jaxpr on arrays.
+
+    Args:
+        program: From `jax.make_jaxpr`.
+        arrays: One per input.
+        widen: Which equations are held in float32.
+        look: Given (site, equation, float32 results), what is kept as `Record.extra`.
+        observe: Without, nothing is recorded.
+        restored: Equations (by id) whose 16-bit zero literals stand for something small.
+    """
+    evaluator = _Evaluator(widen, look, observe, restored)
+    jaxpr, consts = jaxprs.opened(program)
+    values = [Value(array, (-1 - k,)) for k, array in enumerate(arrays)]
+    outs = evaluator.program(jaxpr, consts, values, Site("", "", "forward", ()))
+    return Run(outs, evaluator.records)
+
+
+class _Evaluator:
+    def __init__(self, widen, look, observe, restored):
+        self.widen, self.look, self.observe, self.restored = widen, look, observe, restored
+        self.records: list[Record] = []
+        self.ran: Counter[int] = Counter()
+        self.sites: dict[Any, Site] = {}
+
+    def program(self, jaxpr, consts, args: Sequence[Value], around: Site) -> list[Value]:
+        env = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        read = lambda atom: Value(literal(atom)) if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            site = self.site(eqn, around)
+            ins = [read(atom) for atom in eqn.invars]
+            if id(eqn) in self.restored:
+                ins = [
+                    Value(SMALL) if is_zero_literal(atom) else value
+                    for atom, value in zip(eqn.invars, ins, strict=True)
+                ]
+            outs = _ENTER.get(eqn.primitive.name, _Evaluator.operation)(self, eqn, ins, site)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def site(self, eqn, around: Site) -> Site:
+        key = id(eqn), around[:3]
+        if key not in self.sites:  # a loop comes here once a round
+            self.sites[key] = _site(eqn, around)
+        return self.sites[key]._replace(rounds=around.rounds)
+
+    def opened(self, program, args, site) -> list[Value]:
+        jaxpr, consts = jaxprs.opened(program)
+        return self.program(jaxpr, consts, args, site)
+
+    def operation(self, eqn, ins, site) -> list[Value]:
+        wide, arrays = self.widen(site), [value.array for value in ins]
+        with eqn.ctx.manager:
+            outs = widened(eqn, arrays) if wide else as_written(eqn, arrays)
+        if not self.observe:
+            return [Value(out) for out in outs]
+        key = (id(eqn), self.ran[id(eqn)])
+        self.ran[id(eqn)] += 1
+        record = Record(key, eqn, site, tuple(value.makers for value in ins))
+        _fill(record, eqn, arrays, outs)
+        if self.look is not None:
+            record.extra = self.look(site, eqn, outs)
+        self.records.append(record)
+        return [Value(out, (len(self.records) - 1,)) for out in outs]
+
+    def call(self, eqn, ins, site) -> list[Value]:
+        return self.opened(jaxprs.called(eqn), ins, site)
+
+    def cond(self, eqn, ins, site) -> list[Value]:
+        branches = eqn.params["branches"]
+        chosen = min(max(int(ins[0].array), 0), len(branches) - 1)
+        return self.opened(branches[chosen], ins[1:], site)
+
+    def loop(self, eqn, ins, site) -> list[Value]:
+        """`while`: operands are (constants of the condition, of the body, carry)."""
+        start = eqn.params["cond_nconsts"]
+        end = start + eqn.params["body_nconsts"]
+        carry, turn = ins[end:], 0
+        while bool(
+            self.opened(eqn.params["cond_jaxpr"], [*ins[:start], *carry], site)[0].array.item()
+        ):
+            inside = site._replace(rounds=(*site.rounds, turn))
+            carry = self.opened(eqn.params["body_jaxpr"], [*ins[start:end], *carry], inside)
+            turn += 1
+        return carry
+
+    def scan(self, eqn, ins, site) -> list[Value]:
+        num_consts, num_carry = jaxprs.scan_counts(eqn)
+        end = num_consts + num_carry
+        consts, carry = ins[:num_consts], ins[num_consts:end]
+        stacks = [Value(_sliceable(stack), makers) for stack, makers in ins[end:]]
+        length = eqn.params["length"]
+        order = range(length)[::-1] if eqn.params["reverse"] else range(length)
+        given: list[Any] = [None] * length
+        for k in order:
+            rows = [Value(stack[k], makers) for stack, makers in stacks]
+            inside = site._replace(rounds=(*site.rounds, k))
+            outs = self.opened(eqn.params["jaxpr"], [*consts, *carry, *rows], inside)
+            carry, given[k] = outs[:num_carry], outs[num_carry:]
+        stacked = [
+            _stacked([row[j] for row in given], var)
+            for j, var in enumerate(eqn.outvars[num_carry:])
+        ]
+        return [*carry, *stacked]
+
+
+_ENTER: dict[str, Callable] = {
+    name: _Evaluator.call for name in jaxprs.CALLS if name != "shard_map"
+} | {"scan": _Evaluator.scan, "while": _Evaluator.loop, "cond": _Evaluator.cond}
+
+
+def _sliceable(stack: Any) -> Any:
+    """On the host, where a row costs nothing; keys have to stay with JAX."""
+    return np.asarray(stack) if isinstance(stack.dtype, np.dtype) else stack
+
+
+def _stacked(rows: list[Value], var: Any) -> Value:
+    if not rows:
+        return Value(jnp.zeros(var.aval.shape, var.aval.dtype))
+    makers = tuple(dict.fromkeys(maker for row in rows for maker in row.makers))  # of any round
+    arrays = [row.array for row in rows]
+    host = jaxprs.dtype_of(var) is not None
+    return Value(np.stack([np.asarray(a) for a in arrays]) if host else jnp.stack(arrays), makers)
+
+
+# Where an equation stands.
+
+
+def _site(eqn: Any, around: Site) -> Site:
+    stack = str(eqn.source_info.name_stack)
+    scope = scope_path(around.scope, stack)
+    phase = "backward" if "transpose(" in stack else around.phase
+    return Site(jaxprs.users_line(eqn) or around.where, scope, phase, ())
+
+
+def scope_path(around: str, stack: str) -> str:
+    """The user's scopes in a name stack, without the transforms that wrapped them.
+
+    >>> scope_path("net", "transpose(jvp(head))/jvp(head)/rematted_computation/norm")
+    'net/head/norm'
+    """
+    parts = [part.rsplit("(", 1)[-1].rstrip(")") for part in stack.split("/")]
+    parts = [part for part in parts if part and part not in _MADE_BY_JAX]
+    for k in range(len(parts) // 2, 0, -1):
+        if parts[:k] == parts[k : 2 * k]:  # once of the transpose, once of what it transposes
+            parts = parts[k:]
+    return "/".join([around, *parts] if around else parts)
+
+
+_MADE_BY_JAX = ("rematted_computation", "checkpoint")
+
+
+# What an operation did.
+
+
+def _fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+    record.narrow = any(is_narrow(jaxprs.dtype_of(var)) for var in eqn.outvars)
+    for out in outs:
+        if not is_floating(out):
+            continue
+        values = on_host(out)
+        record.zeros += values.size - int(np.count_nonzero(values))
+        finite = np.isfinite(values)
+        if finite.all():
+            continue
+        record.nan |= bool(np.isnan(values).any())
+        record.inf |= bool(np.isinf(values).any())
+        born = ~finite & _all_read_is_finite(ins, values.shape)
+        if born.any():
+            record.born = "nan" if np.isnan(values[born]).any() else record.born or "inf"
+    if record.bad:
+        record.operands = tuple(ins)
+        record.bad_ins = tuple(k for k, array in enumerate(ins) if not is_finite(array))
+        record.nan_read = any(np.isnan(on_host(ins[k])).any() for k in record.bad_ins)
+
+
+def _all_read_is_finite(ins: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Per number of the result: what was read for it. Of another shape, everything was."""
+    finite = np.ones(shape, bool)
+    for operand in ins:
+        if is_floating(operand):
+            own = np.isfinite(on_host(operand))
+            finite &= own if own.shape == shape else own.all()
+    return finite

@@ -1,0 +1,193 @@
+"""One operation on arrays: as the program has it, or widened to float32.
+
+What IEEE arithmetic defines to the last bit, and what only moves numbers, is done by numpy: XLA
+would compile each once per shape and dtype, which takes longer than everything else.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxamp import jaxprs
+
+
+def literal(atom: Any) -> Any:
+    """The value of a literal, in its dtype."""
+    dtype = jaxprs.dtype_of(atom)
+    if dtype is None or dtype == jax.dtypes.float0:
+        return atom.val
+    return np.asarray(atom.val).astype(dtype)[()]
+
+
+SMALL = np.float32(2**-26)
+"""Half of what float16 rounds to zero."""
+
+
+def is_zero_literal(atom: Any) -> bool:
+    """A 16-bit zero that was written into the program: maybe an eps that 16 bits cannot hold."""
+    return jaxprs.is_literal(atom) and is_narrow(jaxprs.dtype_of(atom)) and not literal(atom).any()
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether it is a floating dtype of 16 bits."""
+    return dtype in (np.float16, jnp.bfloat16)
+
+
+def works_narrow(eqn: Any) -> bool:
+    """Whether an operation reads or gives numbers of 16 bits, or rounds to them."""
+    dtypes = [jaxprs.dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
+    return any(map(is_narrow, [*dtypes, eqn.params.get("dtype")]))
+
+
+def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """Results of an equation whose operands are taken to the dtypes of the program."""
+    operands = [_held(x, jaxprs.dtype_of(a)) for x, a in zip(ins, eqn.invars, strict=True)]
+    return _bound(eqn, operands)
+
+
+def _held(array: Any, dtype: Any) -> Any:
+    """What was widened before, in the dtype of the program."""
+    if is_narrow(dtype) and array.dtype != dtype:
+        return _as_dtype(array, dtype)
+    return array
+
+
+def _as_dtype(array: Any, dtype: Any) -> Any:
+    with np.errstate(over="ignore"):
+        return np.asarray(array).astype(dtype)
+
+
+def widened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """Results of an equation with all that has 16 bits in float32, itself at full precision."""
+    name = eqn.primitive.name
+    if name not in _OF_BITS:
+        changes: dict[str, Any] = {
+            key: np.dtype(np.float32) for key in _DTYPES if is_narrow(eqn.params.get(key))
+        }
+        if eqn.params.get("precision", "") is None:
+            changes["precision"] = jax.lax.Precision.HIGHEST
+        arrays = [_as_dtype(x, np.float32) if _is_low(x) else x for x in ins]
+        try:
+            return _bound(eqn, arrays, **changes)
+        except (TypeError, ValueError, NotImplementedError):  # made for its dtypes, as a kernel is
+            pass
+    return [_as_dtype(x, np.float32) if _is_low(x) else x for x in as_written(eqn, ins)]
+
+
+def _bound(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
+    by_numpy = _BY_NUMPY.get(eqn.primitive.name)
+    if by_numpy is not None and all(map(_is_plain, operands)) and not _is_slow(eqn, operands):
+        with np.errstate(all="ignore"):
+            out = by_numpy({**eqn.params, **changes}, *map(np.asarray, operands))
+        if out is not NotImplemented:
+            return [out]
+    return jaxprs.bind(eqn, operands, **changes)
+
+
+def _is_slow(eqn: Any, operands: Sequence[Any]) -> bool:
+    """Numpy takes 10 ns for a float16, XLA one, and some 20 ms to compile it."""
+    dtypes = [eqn.params.get("new_dtype"), *(x.dtype for x in operands)]
+    return np.float16 in dtypes and max(x.size for x in operands) > _LARGEST_FLOAT16
+
+
+_LARGEST_FLOAT16 = 2**15
+
+
+def _is_plain(array: Any) -> bool:
+    dtype = getattr(array, "dtype", None)
+    return isinstance(dtype, np.dtype) and dtype != jax.dtypes.float0
+
+
+def _converted(params: Any, x: np.ndarray) -> Any:
+    to_float = jnp.issubdtype(params["new_dtype"], jnp.floating)
+    real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return x.astype(params["new_dtype"]) if to_float and real else NotImplemented
+
+
+def _broadcast(params: Any, x: np.ndarray, *sizes: Any) -> Any:
+    shape, at = params["shape"], params["broadcast_dimensions"]
+    if sizes:
+        return NotImplemented
+    return np.broadcast_to(x.reshape(_with_ones(x.shape, at, len(shape))), shape)
+
+
+def _with_ones(sizes: Sequence[int], at: Sequence[int], ndim: int) -> list[int]:
+    by_axis = dict(zip(at, sizes, strict=True))
+    return [by_axis.get(k, 1) for k in range(ndim)]
+
+
+def _reshaped(params: Any, x: np.ndarray, *sizes: Any) -> Any:
+    if sizes or params["dimensions"] is not None:
+        return NotImplemented
+    return x.reshape(params["new_sizes"])
+
+
+def _sliced(params: Any, x: np.ndarray) -> Any:
+    strides = params["strides"] or (1,) * x.ndim
+    ends = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return x[tuple(slice(*end) for end in ends)]
+
+
+def _divided(params: Any, x: np.ndarray, y: np.ndarray) -> Any:
+    return x / y if jnp.issubdtype(x.dtype, jnp.floating) else NotImplemented
+
+
+def _selected(params: Any, which: np.ndarray, *cases: np.ndarray) -> Any:
+    if which.dtype != bool or len(cases) != 2:
+        return NotImplemented
+    return np.where(which, cases[1], cases[0])
+
+
+_BY_NUMPY: dict[str, Callable] = {
+    "convert_element_type": _converted,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "slice": _sliced,
+    "select_n": _selected,
+    "squeeze": lambda params, x: np.squeeze(x, params["dimensions"]),
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+    "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
+    "add": lambda _, x, y: x + y,
+    "add_any": lambda _, x, y: x + y,
+    "sub": lambda _, x, y: x - y,
+    "mul": lambda _, x, y: x * y,
+    "div": _divided,
+    "neg": lambda _, x: -x,
+    "abs": lambda _, x: abs(x),
+    "max": lambda _, x, y: np.maximum(x, y),
+    "min": lambda _, x, y: np.minimum(x, y),
+    "eq": lambda _, x, y: x == y,
+    "ne": lambda _, x, y: x != y,
+    "lt": lambda _, x, y: x < y,
+    "le": lambda _, x, y: x <= y,
+    "gt": lambda _, x, y: x > y,
+    "ge": lambda _, x, y: x >= y,
+}
+
+
+_DTYPES = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")
+_OF_BITS = ("bitcast_convert_type", "random_bits", "nextafter")
+
+
+def _is_low(array: Any) -> bool:
+    return is_narrow(getattr(array, "dtype", None))
+
+
+def is_floating(array: Any) -> bool:
+    """Whether it is an array of real floating numbers."""
+    dtype = getattr(array, "dtype", None)
+    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
+
+
+def is_finite(array: Any) -> bool:
+    """Whether it has neither NaN nor Inf; what holds no floating numbers has none."""
+    return not is_floating(array) or bool(np.isfinite(on_host(array)).all())
+
+
+def on_host(array: Any) -> np.ndarray:
+    """The numbers for numpy, 16-bit ones in float32, which holds each of them."""
+    values = np.asarray(array)
+    return values if values.dtype == np.float64 else values.astype(np.float32, copy=False)

@@ -1,0 +1,47 @@
+"""What numpy does in the place of XLA is the same to the last bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxamp import jaxprs, operate
+
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -3.5, 65504.0, 1e-4, 2.0**-14, 300.0, 1 / 3]
+
+PROGRAMS = {
+    "arithmetic": lambda x, y: [x + y, x - y, x * y, x / y, -x, abs(x)],
+    "order": lambda x, y: [lax.max(x, y), lax.min(x, y)],
+    "compare": lambda x, y: [x == y, x != y, x < y, x <= y, x > y, x >= y],
+    "select": lambda x, y: [lax.select(x > y, x, y)],
+    "casts": lambda x, y: [lax.convert_element_type(x, t) for t in ("f4", "f2", "bfloat16")],
+    "moves": lambda x, y: [
+        x.reshape(-1, 2, 6),
+        x.T,
+        lax.broadcast_in_dim(x, (2, 12, 3, 12), (1, 3)),
+        lax.broadcast_in_dim(x[:, :1], (12, 7), (0, 1)),
+        lax.slice(x, (1, 0), (9, 12), (2, 3)),
+        lax.squeeze(x[:1], (0,)),
+        lax.concatenate([x, y, x], 1),
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numpy_is_xla(name, dtype):
+    with np.errstate(over="ignore"):
+        x, y = (np.asarray(a, dtype) for a in np.meshgrid(SPECIAL, SPECIAL))
+    program = jax.make_jaxpr(PROGRAMS[name])(x, y)
+    seen = set()
+    env = dict(zip(program.jaxpr.invars, (jnp.asarray(x), jnp.asarray(y)), strict=True))
+    for eqn in program.jaxpr.eqns:
+        ins = [operate.literal(v) if jaxprs.is_literal(v) else env[v] for v in eqn.invars]
+        want, got = jaxprs.bind(eqn, ins), operate.as_written(eqn, ins)
+        seen.add(isinstance(got[0], np.ndarray))
+        for var, a, b in zip(eqn.outvars, want, got, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            np.testing.assert_array_equal(operate.on_host(a), operate.on_host(b))
+            env[var] = a
+    assert seen == {True}
