@@ -28,6 +28,14 @@ def strict_promotion():
 
 
 @pytest.fixture
+def optimized():
+    """Programs are compiled as users compile them."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
 def eight_devices():
     """Runs a script where the CPU is eight devices; returns what it prints, or the last line."""
 

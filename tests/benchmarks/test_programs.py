@@ -11,6 +11,7 @@ from programs import KEPT, POLICIES, figures
 ALLOWED = {"equations": 1.02, "converts": 1, "bytes accessed": 1.01, "peak bytes": 1.01}
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("target", ["cpu", pytest.param("v5e", marks=pytest.mark.tpu)])
 def test_no_figure_is_above_the_one_that_is_kept(policy, target):

@@ -13,7 +13,7 @@ from small_step import first_batch, first_state, make_small_step
 
 import jaxamp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
