@@ -9,7 +9,9 @@ is made of it (a row that is masked whole), the operation that makes the NaN is.
 holds is to blame if anything of it comes out.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxamp import jaxprs
@@ -92,60 +94,59 @@ def _at_pole(record: Record) -> bool:
 def lost_at(run: Run, twin: Run, record: Record) -> Record | None:
     """The first operation behind `record` whose results have zeros that the twin's have not."""
     in_twin = {other.key: other for other in twin.records}
-    found = None
-    ahead = [m for makers in record.ins for m in makers]
-    seen: set[int] = set()
-    while ahead:
-        maker = ahead.pop()
-        if maker < 0 or maker in seen:
-            continue
-        seen.add(maker)
-        made = run.records[maker]
+
+    def lost(made: Record) -> bool:
         other = in_twin.get(made.key)
-        if other is not None and made.zeros > other.zeros:
-            found = maker if found is None else min(found, maker)
-            ahead += [m for makers in made.ins for m in makers]
+        return other is not None and made.zeros > other.zeros
+
+    behind = _behind(run, record, lost)
+    found = min((k for k in behind if lost(run.records[k])), default=None)
     return None if found is None else run.records[found]
 
 
 def lost_eps(run: Run, record: Record) -> Record | None:
     """An addition of a 16-bit zero behind `record`: an eps that 16 bits could not hold."""
-    ahead = [m for makers in record.ins for m in makers]
-    for _ in range(_STEPS_BACK):
-        if not ahead:
-            return None
-        maker = ahead.pop(0)
-        if maker < 0:
-            continue
-        made = run.records[maker]
-        if made.eqn.primitive.name in ("add", "max") and any(
-            is_zero_literal(atom) for atom in made.eqn.invars
-        ):
-            return made
-        ahead += [m for makers in made.ins for m in makers]
-    return None
+    behind = itertools.islice(_behind(run, record, lambda made: True), _STEPS_BACK)
+    return next((run.records[k] for k in behind if _adds_zero(run.records[k].eqn)), None)
 
 
 _STEPS_BACK = 16
 
 
+def _adds_zero(eqn: Any) -> bool:
+    return eqn.primitive.name in ("add", "max") and any(map(is_zero_literal, eqn.invars))
+
+
 def narrowed_at(run: Run, record: Record) -> list[Record]:
     """Where the 16-bit values that `record` works with were made 16-bit, first ones first."""
-    found: set[int] = set()
-    ahead, seen = [run.records.index(record)], set[int]()
+    behind = _behind(run, record, lambda made: made.narrow)
+    made = [run.records.index(record), *behind]
+
+    def is_first(made: Record) -> bool:
+        return made.narrow and not any(run.records[m].narrow for m in _makers(made))
+
+    return [run.records[k] for k in sorted(made) if is_first(run.records[k])]
+
+
+def _behind(run: Run, record: Record, goes_on: Callable[[Record], bool]) -> Iterator[int]:
+    """Operations that `record` reads from, each once, the nearest first.
+
+    Behind those that `goes_on` accepts it goes on.
+    """
+    ahead, seen = deque(_makers(record)), set[int]()
     while ahead:
-        maker = ahead.pop()
-        if maker < 0 or maker in seen:
+        maker = ahead.popleft()
+        if maker in seen:
             continue
         seen.add(maker)
-        made = run.records[maker]
-        if not made.narrow and made is not record:
-            continue
-        above = [m for makers in made.ins for m in makers]
-        if made.narrow and not any(m >= 0 and run.records[m].narrow for m in above):
-            found.add(maker)
-        ahead += above
-    return [run.records[k] for k in sorted(found)]
+        yield maker
+        if goes_on(run.records[maker]):
+            ahead += _makers(run.records[maker])
+
+
+def _makers(record: Record) -> list[int]:
+    """Operations that an operation reads from; arguments are not among them."""
+    return [maker for makers in record.ins for maker in makers if maker >= 0]
 
 
 def ranges(record: Record) -> list[tuple[str, float, float]]:

@@ -25,7 +25,7 @@ _KEYS = {"p": "params", "c": "compute", "o": "output"} | {
 }
 _MATMULS = ("tf32", "f8", "mxfp8", "nvfp4")
 _RESIDUALS = _REDUCE = ("float32", "compute")
-_PRESETS = {
+PRESETS = {
     "float32": "params=f32,compute=f32",
     "mixed_bfloat16": "params=f32,compute=bf16",
     "mixed_float16": "params=f32,compute=f16",
@@ -191,11 +191,11 @@ def _good_at(device: Any) -> tuple[str, str]:
 def _parse(text: str) -> Policy:
     if text == "auto":
         return auto_policy()
-    if text in _PRESETS:
-        return _parse(_PRESETS[text])
+    if text in PRESETS:
+        return _parse(PRESETS[text])
     if "=" not in text:
         if text not in _DTYPE_NAMES:
-            raise ValueError(_unknown("name", text, ["auto", *_PRESETS, *_DTYPE_NAMES]))
+            raise ValueError(_unknown("name", text, ["auto", *PRESETS, *_DTYPE_NAMES]))
         dtype = _DTYPE_NAMES[text]
         return Policy(param_dtype=dtype, compute_dtype=dtype, output_dtype=dtype)
     fields = _split(text)

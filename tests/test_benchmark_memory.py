@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 from test_benchmark import TINY, assert_one_error
 
+import jaxamp
 from train import benchmark, compiled, fit
 from train.benchmarks import memory, trace
+from train.benchmarks.chip_model import Chip
 from train.config import Config
 from train.mesh import make_mesh
 
@@ -29,8 +31,8 @@ def test_memory_is_that_of_the_step(tmp_path):
     flags += ["--no-largest-batch-size", "--json", str(out)]
     assert benchmark.main(["memory", *flags, *SMALL]) == 0
     found = figures_of(out)
-    policy = memory._policy("mixed_bfloat16")
-    chip = memory.Chip(1, 16, 2, 16, 2, 64)
+    policy = jaxamp.get_policy("mixed_bfloat16")
+    chip = Chip(1, 16, 2, 16, 2, 64)
     config = chip.of(Config(loss_chunk=8))
     attempt = fit.attempt(config, policy, make_mesh(config.mesh, jax.devices()), 1)
     peak = found["peak, this CPU, remat none, loss chunk 8"]

@@ -176,12 +176,12 @@ def test_device_peaks_are_those_of_one_policy_alone(monkeypatch):
         for policy, need in policies.items()
     }
     monkeypatch.setattr(recorded, "fresh_state", lambda *_: ())
-    monkeypatch.setattr(recorded, "_most_held", lambda _: held[0])
+    monkeypatch.setattr(recorded, "peak_memory", lambda: held[0])
     mesh = make_mesh(Config().mesh, jax.devices()[:1])
     configs = dict.fromkeys(policies, Config(batch_size=1))
     found = recorded.device_peaks(configs, compiled, None, mesh)  # type: ignore[arg-type]
     assert list(found.values()) == [95, 55, None]
-    monkeypatch.setattr(recorded, "_most_held", lambda _: None)
+    monkeypatch.setattr(recorded, "peak_memory", lambda: None)
     assert set(recorded.device_peaks(configs, compiled, None, mesh).values()) == {None}  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from train.benchmarks import autocast, memory, peers, step, trace
-from train.benchmarks.common import check
+from train.benchmarks.options import check
 from train.config import ConfigError
 from train.figures import render, to_json
 from train.parse import parse_flags

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -160,6 +161,12 @@ def _nearest(kind: str) -> str:
 def _cpu() -> Chip:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Chip("cpu", ("cpu",), {}, memory, 0.0, 0.0, "this machine")
+
+
+def usable_memory(devices: Sequence[Any]) -> int:
+    """Bytes of each device that JAX hands out; on a CPU all that the machine has."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit), default=_cpu().memory_bytes)
 
 
 # Each says no more to libtpu than which chip to compile for: it looks for none.

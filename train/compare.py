@@ -17,17 +17,16 @@ import jax
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import jaxamp
-from train.checkpoint import CheckpointError
 from train.config import Config, ConfigError
-from train.data import DataError, load, train_batches
-from train.distributed import leave
+from train.data import load, train_batches
+from train.exits import exit_code, leave
 from train.experiment import Experiment, run_all
 from train.largest_batch import with_largest_batches
 from train.mesh import check_fits, make_mesh
-from train.parse import describe, parse
+from train.parse import describe, parse, parse_policy
 from train.report import write_report
 from train.reports.conditions import Comparison
-from train.reports.runs import ReportError, policy_name
+from train.reports.runs import policy_name
 from train.run import check_policy, loss_and_shapes, precision_line
 from train.workdir import write_whole
 
@@ -60,18 +59,8 @@ class Settings(BaseModel):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Trains and reports; the exit code is 0 whatever the verdict, 2 for bad input."""
-    try:
-        return _compare(sys.argv[1:] if args is None else args)
-    except (ConfigError, DataError, CheckpointError, ReportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = error.filename or "the comparison's directory"
-        print(f"error: {where}: {error.strerror}; go on with --resume", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; go on with --resume", file=sys.stderr)
-        return 130
+    given = sys.argv[1:] if args is None else args
+    return exit_code(lambda: _compare(given), "the comparison's directory", "go on with --resume")
 
 
 def _compare(args: Sequence[str]) -> int:
@@ -152,12 +141,7 @@ def _settings(args: Sequence[str]) -> tuple[Settings, Path]:
 
 def _distinct(policies: Sequence[str]) -> tuple[str, ...]:
     """Their names, each once."""
-    names = []
-    for policy in policies:
-        try:
-            names.append(policy_name(policy))
-        except ValueError as error:
-            raise ConfigError(f"--policies: {error}") from None
+    names = [policy_name(str(parse_policy(policy, "--policies"))) for policy in policies]
     again = [name for name in names if names.count(name) > 1]
     if again:
         raise ConfigError(f"--policies: {again[0]} is there twice; give each once")

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import jaxamp
+from train.exits import InputError
 
 T = TypeVar("T")
 
@@ -15,7 +16,7 @@ Extent = Annotated[int, Field(ge=-1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A setting that cannot be, in one line for the user."""
 
 

@@ -140,16 +140,3 @@ def _end_without_them(error: BaseException) -> NoReturn:
     )
     sys.stdout.flush()
     os._exit(OTHERS_GONE)
-
-
-def leave(code: int) -> NoReturn:
-    """The end of a program whose `main` returned this exit code.
-
-    After a failed write orbax's threads wait for what will not come, and Python waits for them: ten
-    minutes in which a restart loop stands still. So what ends badly ends at once.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)
-    sys.exit(0)

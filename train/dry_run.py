@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 import jaxamp
 from train.config import Config
 from train.figures import aligned
-from train.fit import Memory, attempt
+from train.fit import Memory, attempt, of_vocabulary
 from train.mesh import AXES, placed
 
 
@@ -23,8 +23,7 @@ def shown(config: Config, params: Any, vocab_size: int, policy: jaxamp.Policy, m
         policy: Of the config.
         mesh: Where it would run.
     """
-    model = config.model.model_copy(update={"vocab_size": vocab_size})
-    memory = attempt(config.model_copy(update={"model": model}), policy, mesh, 0).memory
+    memory = attempt(of_vocabulary(config, vocab_size), policy, mesh, 0).memory
     return "\n".join(
         [
             config.model_dump_json(indent=2),

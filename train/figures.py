@@ -2,10 +2,13 @@
 
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from train.chips import NoCompiler
+from train.progress import note
 
 
 class Figure(NamedTuple):
@@ -41,6 +44,21 @@ class Report(NamedTuple):
     figures: list[Figure]
     targets: list[Target]
     skipped: list[str]
+
+
+def collect(names: Iterable[str], measures: dict[str, Callable[..., None]], *args: Any) -> Report:
+    """The report of the named measures, in the order of the table, each called with a report and
+    `args`; one whose compiler is not installed is skipped, with the line that says so."""
+    report, names = Report([], [], []), set(names)
+    for name, measure in measures.items():
+        if name not in names:
+            continue
+        note(f"measuring {name} ...")
+        try:
+            measure(report, *args)
+        except NoCompiler as error:
+            report.skipped.append(f"{name}: {error}")
+    return report
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ import jaxamp
 from train.chips import Target
 from train.config import Config
 from train.mesh import batch_sharding, check_fits, make_mesh, microbatches, placed
+from train.progress import note
 from train.step import init_state, make_train_step
 
 BYTES_VOCABULARY = 257  # of the byte tokenizer, what a config without vocab_size trains with
@@ -77,6 +78,26 @@ def attempt(config: Config, policy: jaxamp.Policy, mesh: Mesh, capacity: int) ->
         program, shortage = _compiled(traced.lower())
     memory = _memory(state, ids, program, shortage, capacity)
     return Attempt(config, memory, traced.jaxpr, program)
+
+
+def announced(
+    policy: jaxamp.Policy, mesh: Mesh, capacity: int, where: str = ""
+) -> Callable[[Config], Attempt]:
+    """`attempt` as a function of the config, which says first what it compiles."""
+
+    def announced_attempt(config: Config) -> Attempt:
+        chunk = f", loss chunk {config.loss_chunk}" if config.loss_chunk else ""
+        what = f"remat {config.model.remat}{chunk}, batch size {config.batch_size}"
+        note(f"compiling {policy}{where}, {what} ...")
+        return attempt(config, policy, mesh, capacity)
+
+    return announced_attempt
+
+
+def of_vocabulary(config: Config, vocab_size: int) -> Config:
+    """The config with as many rows of the embedding as a corpus has words."""
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    return config.model_copy(update={"model": model})
 
 
 class Shortage(NamedTuple):

@@ -1,6 +1,5 @@
 """The second experiment of `train.compare`: each policy at the largest batch that fits."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,10 @@ from jax.sharding import Mesh
 
 import jaxamp
 from train import fit
-from train.chips import find_target
+from train.chips import usable_memory
 from train.config import Config, ConfigError
 from train.data import Corpus
 from train.experiment import Experiment
-from train.recorded import of_corpus
 from train.reports.runs import policy_name
 
 TITLE = "Each policy at the largest batch that fits: speed alone"
@@ -27,7 +25,8 @@ def with_largest_batches(
     Raises:
         ConfigError: not even the smallest batch fits.
     """
-    capacity = _capacity(mesh) if memory_gib is None else int(memory_gib * 2**30)
+    given = memory_gib is not None
+    capacity = int(memory_gib * 2**30) if given else usable_memory(mesh.local_devices)
     sizes = {
         policy: largest_batch_size(config, corpus, policy, mesh, capacity)
         for policy, config in first.configs.items()
@@ -51,20 +50,6 @@ def largest_batch_size(
     config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Mesh, capacity: int
 ) -> int:
     """Sequences a step, no more than the corpus has."""
-    name = policy_name(str(policy))
-
-    def try_config(config: Config) -> fit.Attempt:
-        print(f"compiling {name}, batch size {config.batch_size} ...", file=sys.stderr, flush=True)
-        return fit.attempt(config, policy, mesh, capacity)
-
-    unit = config.grad_accum_steps * mesh.shape["data"] * mesh.shape["fsdp"]
-    most = len(corpus.train) // unit * unit
-    start = try_config(of_corpus(config, corpus))
-    return fit.largest_batch_size(try_config, start, mesh, most)
-
-
-def _capacity(mesh: Mesh) -> int:
-    """What JAX may use of a device; on a CPU the memory of the machine."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else find_target("cpu").chip.memory_bytes
+    try_config = fit.announced(policy, mesh, capacity)
+    start = try_config(fit.of_vocabulary(config, corpus.vocab_size))
+    return fit.largest_batch_size(try_config, start, mesh, len(corpus.train))

@@ -22,6 +22,11 @@ FLOAT32 = jaxamp.get_policy("float32")
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
+def here() -> str:
+    """What the programs that are run run on, in words."""
+    return f"this {jax.devices()[0].platform.upper()}"
+
+
 class Point(NamedTuple):
     """Parameters after some training, and the batch that follows."""
 

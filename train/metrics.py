@@ -46,10 +46,15 @@ class MetricsWriter:
 
 
 def memory_metrics() -> dict[str, float]:
-    """The most bytes that a device of this process has held; nothing on a CPU: it counts none."""
+    """`peak_memory` as a metric; nothing where it is not counted."""
+    peak = peak_memory()
+    return {} if peak is None else {"perf/peak_memory_bytes": peak}
+
+
+def peak_memory() -> int | None:
+    """The most bytes that a device of this process has held; None on a CPU: it counts none."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [peak for stat in stats if (peak := stat.get("peak_bytes_in_use"))]
-    return {"perf/peak_memory_bytes": max(peaks)} if peaks else {}
+    return max((peak for stat in stats if (peak := stat.get("peak_bytes_in_use"))), default=None)
 
 
 def _keep_before(path: Path, first_step: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import tyro
 from pydantic import BaseModel, ValidationError
 
+import jaxamp
 from train.config import Config, ConfigError
 
 T = TypeVar("T")
@@ -98,6 +99,18 @@ def load_json(text: str, where: str) -> Config:
         return Config.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError(f"{where}: {describe(error)}") from None
+
+
+def parse_policy(name: str, flag: str) -> jaxamp.Policy:
+    """The policy that a flag names.
+
+    Raises:
+        ConfigError: there is none of that name; the line names the flag.
+    """
+    try:
+        return jaxamp.get_policy(name)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def describe(error: ValidationError) -> str:

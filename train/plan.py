@@ -7,7 +7,7 @@ often as it takes to find a remat and a batch size; nothing is run and no data i
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from train import fit
 from train.chips import NoCompiler, Target, find_target
 from train.config import Config, ConfigError
 from train.figures import aligned
-from train.parse import parse
+from train.parse import parse, parse_policy
 from train.roofline import Roofline, matmul_flops, roofline
 from train.traffic import Program, read
 
@@ -113,10 +113,7 @@ def _options(args: Sequence[str]) -> tuple[Options, list[str]]:
 def _policy(name: str, target: Target) -> jaxamp.Policy:
     if name.strip() == "auto":
         return auto_policy(target.devices[0])
-    try:
-        return jaxamp.get_policy(name)
-    except ValueError as error:
-        raise ConfigError(f"--policy: {error}") from None
+    return parse_policy(name, "--policy")
 
 
 def plan(
@@ -124,7 +121,7 @@ def plan(
 ) -> Plan:
     """The plan of a config under one policy."""
     capacity = target.chip.memory_bytes
-    try_config = _reporting(lambda config: fit.attempt(config, policy, mesh, capacity), policy)
+    try_config = fit.announced(policy, mesh, capacity)
     best = fit.with_least_remat(try_config, config, policy.compute_dtype != "float32")
     flops = matmul_flops(best.traced, mesh.size)
     program = None if best.program is None else read(best.program.as_text(), mesh.size)
@@ -134,15 +131,6 @@ def plan(
     batch_size = fit.largest_batch_size(try_config, best, mesh) if find_largest else None
     advice = [] if best.memory.fits else fit.advice(best, mesh)
     return Plan(best.memory, best.config.model.remat, flops, program, time, batch_size, advice)
-
-
-def _reporting(attempt: Callable[[Config], fit.Attempt], policy: jaxamp.Policy):
-    def reported(config: Config) -> fit.Attempt:
-        what = f"remat {config.model.remat}, batch size {config.batch_size}"
-        print(f"compiling {policy}, {what} ...", file=sys.stderr, flush=True)
-        return attempt(config)
-
-    return reported
 
 
 def _notes(plans: dict[str, Plan], target: Target) -> list[str]:

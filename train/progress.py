@@ -84,3 +84,8 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+
+
+def note(line: str) -> None:
+    """Says what is under way, where it takes a while; on stderr, as all that is no result."""
+    print(line, file=sys.stderr, flush=True)

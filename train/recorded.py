@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from train.config import Config, ConfigError
 from train.data import Corpus
 from train.loop import Programs, fresh_state, structure
 from train.mesh import batch_sharding
+from train.metrics import peak_memory
 from train.reports.runs import policy_name
 from train.roofline import matmul_flops
 from train.step import make_eval_step
@@ -45,9 +45,8 @@ def compile_step(config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Me
         ConfigError: the compiler finds no room for it.
     """
     name = policy_name(str(policy))
-    print(f"compiling {name} ...", file=sys.stderr, flush=True)
     before = time.perf_counter()
-    attempt = fit.attempt(of_corpus(config, corpus), policy, mesh, 0)
+    attempt = fit.announced(policy, mesh, 0)(fit.of_vocabulary(config, corpus.vocab_size))
     seconds = time.perf_counter() - before
     if attempt.program is None:
         needed, there = attempt.memory.peak / 2**30, attempt.memory.capacity / 2**30
@@ -58,12 +57,6 @@ def compile_step(config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Me
     graphdef, _ = structure(config, corpus, policy)
     programs = Programs(attempt.program, make_eval_step(config, graphdef, policy))
     return Compiled(programs, attempt, seconds)
-
-
-def of_corpus(config: Config, corpus: Corpus) -> Config:
-    """The config with the vocabulary that the corpus gives it."""
-    model = config.model.model_copy(update={"vocab_size": corpus.vocab_size})
-    return config.model_copy(update={"model": model})
 
 
 def device_peaks(
@@ -78,7 +71,7 @@ def device_peaks(
     order of what the compiler says they need; a count that has not risen says nothing.
     """
     found: dict[jaxamp.Policy, int | None] = dict.fromkeys(compiled)
-    before = _most_held(mesh)
+    before = peak_memory()
     if before is None:
         return found
     for policy in sorted(compiled, key=lambda policy: compiled[policy].attempt.memory.peak):
@@ -88,15 +81,10 @@ def device_peaks(
         state = fresh_state(config, corpus, policy, mesh)
         step = compiled[policy].programs.train_step
         jax.block_until_ready(step(state, {"tokens": tokens, "labels": tokens}))
-        after = _most_held(mesh) or 0
+        after = peak_memory() or 0
         found[policy] = after if after > before else None
         before = max(after, before)
     return found
-
-
-def _most_held(mesh: Mesh) -> int | None:
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
 
 
 def write_figures(

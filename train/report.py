@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from train.config import ConfigError
+from train.exits import exit_code
 from train.parse import parse_flags
 from train.reports.conditions import BASE, Comparison, shared_settings
 from train.reports.results import PolicyResult, Results, results
@@ -49,22 +49,18 @@ class Options:
 def main(args: Sequence[str] | None = None) -> int:
     """Writes the report; the exit code is 2 for bad input."""
     given = sys.argv[1:] if args is None else args
-    try:
-        options = parse_flags(Options, given, PROG, ABOUT)
-        if not options.runs:
-            raise ReportError("no runs to report; give directories that train.run wrote")
-        comparison = Comparison("Equal conditions", options.runs)
-        command = shlex.join(["python", "-m", "train.report", *given])
-        found = write_report(
-            [comparison], options.output, command, options.tolerance, options.title
-        )
-    except (ConfigError, ReportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or options.output}: {error.strerror}", file=sys.stderr)
-        return 2
-    for verdict in found:
+    return exit_code(lambda: _report(given), "--output", "make room, or name another --output")
+
+
+def _report(given: Sequence[str]) -> int:
+    options = parse_flags(Options, given, PROG, ABOUT)
+    if not options.runs:
+        raise ReportError("no runs to report; give directories that train.run wrote")
+    comparison = Comparison("Equal conditions", options.runs)
+    command = shlex.join(["python", "-m", "train.report", *given])
+    for verdict in write_report(
+        [comparison], options.output, command, options.tolerance, options.title
+    ):
         print(verdict.sentence)
     print(f"wrote {options.output / 'report.html'}")
     return 0

@@ -2,10 +2,11 @@
 
 import jaxamp
 from train.config import Config
+from train.exits import InputError
 from train.step import TrainState
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint that cannot be written or used, in one line for the user."""
 
 

@@ -11,11 +11,11 @@ from jax.experimental import multihost_utils
 
 import jaxamp
 from train.attention import attention_implementation
-from train.checkpoint import CheckpointError
 from train.config import Config, ConfigError
-from train.data import Corpus, DataError, load, train_batches
-from train.distributed import ending_with_the_others, initialize, is_writer, leave, say
+from train.data import Corpus, load, train_batches
+from train.distributed import ending_with_the_others, initialize, is_writer, say
 from train.dry_run import mesh_line, shown
+from train.exits import exit_code, leave
 from train.generate import encode_prompt, generate
 from train.loop import BadRun, Outcome, prepare, structure, train
 from train.mesh import check_fits, make_mesh
@@ -31,22 +31,16 @@ CPU cores."""
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs; the exit code is 0, 1 where training went bad, 2 for bad input, 3 to start again."""
-    try:
+
+    def program() -> int:
         with ending_with_the_others():
             return _run(parse(args, prog="python -m train.run", description=DESCRIPTION))
-    except (ConfigError, DataError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = error.filename or "the run directory"
-        print(f"error: {where}: {error.strerror}; go on with --resume", file=sys.stderr)
-        return 2
+
+    try:
+        return exit_code(program, "the run directory", "go on with --resume")
     except BadRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; if there is a checkpoint, go on with --resume", file=sys.stderr)
-        return 130
 
 
 def _run(config: Config) -> int:

@@ -6,8 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
+from train.exits import InputError
 
-class DataError(ValueError):
+
+class DataError(InputError):
     """Bad input: one line that says what was given, where, what is allowed and what to do."""
 
 

@@ -9,12 +9,13 @@ import jax
 
 import jaxamp
 from train import compiled, measures
-from train.benchmarks import common
-from train.benchmarks.common import CHIP, Chip, for_chip, here
+from train.benchmarks.chip_model import CHIP, Chip, for_chip
+from train.benchmarks.options import BenchmarkOptions, config_of
 from train.chips import find_target
 from train.config import Config
 from train.data import Corpus, load
-from train.figures import Figure, Report, Target, ratio
+from train.figures import Figure, Report, Target, collect, ratio
+from train.progress import note
 from train.variants import Layers, Variant
 
 ABOUT = """Measure autocast against float32, 16 bits by hand, jmp's cast of the whole tree, and the
@@ -30,7 +31,7 @@ TRACED_LAYERS = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(common.Options):
+class Options(BenchmarkOptions):
     measures: tuple[Measure, ...] = get_args(Measure)
     """Which measures to take; they are taken in this order, timing last."""
     seeds: int = 5
@@ -43,9 +44,9 @@ class Options(common.Options):
 
 
 def measure(options: Options) -> Report:
-    config = common.config_of(options)
+    config = config_of(options)
     corpus = load(config.data, config.model.vocab_size)
-    return common.take(options.measures, _MEASURES, options, config, corpus)
+    return collect(options.measures, _MEASURES, options, config, corpus)
 
 
 def _errors(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
@@ -130,7 +131,7 @@ def _compile_all(
 ) -> dict[str, compiled.Figures]:
     found = {}
     for name, variant in variants.items():
-        common.say(f"  compiling {name}")
+        note(f"  compiling {name}")
         program = compiled.compile_for(device, variant.value_and_grad(), shapes)
         found[name] = compiled.figures_of(program, device.platform)
     return found
@@ -188,7 +189,7 @@ def _time(report: Report, options: Options, config: Config, corpus: Corpus) -> N
     chosen = [variants[name] for name in ("float32", "by hand", "jmp", "autocast")]
     point = measures.small_point(config, corpus)
     seconds = measures.step_seconds(chosen, point, options.repeats)
-    _add_seconds(report, f"step on {here()}, bf16", chosen, seconds)
+    _add_seconds(report, f"step on {measures.here()}, bf16", chosen, seconds)
     _, by_hand, _, autocast = seconds
     report.targets.append(Target("step time, of by hand", ratio(autocast, by_hand), 1.02))
 

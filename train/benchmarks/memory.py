@@ -7,13 +7,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 
 import jaxamp
-from train import fit
-from train.benchmarks import common
-from train.benchmarks.common import CHIP, Chip
-from train.chips import NoCompiler, find_target
-from train.config import Config, ConfigError
+from train import fit, measures
+from train.benchmarks.chip_model import CHIP, Chip
+from train.benchmarks.options import BenchmarkOptions, config_of
+from train.chips import NoCompiler, find_target, usable_memory
+from train.config import Config
 from train.figures import Figure, Report
 from train.mesh import make_mesh
+from train.parse import parse_policy
 
 ABOUT = """Measure the memory of the train step of train.run, compiled and not run: parameters,
 moments, activations, and the largest batch that fits, for each policy, remat and loss chunk, on
@@ -23,7 +24,7 @@ Remat = Literal["none", "islands", "dots", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(common.Options):
+class Options(BenchmarkOptions):
     targets: tuple[str, ...] = ("here", "v5e")
     """`here`, or chips as train.plan names them; one device of each."""
     policies: tuple[str, ...] = ("float32", "mixed_bfloat16")
@@ -47,8 +48,8 @@ class Place(NamedTuple):
 
 def measure(options: Options) -> Report:
     report = Report([], [], [])
-    config = options.chip.of(common.config_of(options))
-    policies = {name: _policy(name) for name in options.policies}
+    config = options.chip.of(config_of(options))
+    policies = {name: parse_policy(name, "--policies") for name in options.policies}
     for target in options.targets:
         try:
             place = find_place(target)
@@ -60,22 +61,13 @@ def measure(options: Options) -> Report:
     return report
 
 
-def _policy(name: str) -> jaxamp.Policy:
-    try:
-        return jaxamp.get_policy(name)
-    except ValueError as error:
-        raise ConfigError(f"--policies: {error}") from None
-
-
 def find_place(target: str) -> Place:
     """`here` is the first device of JAX; a GPU's or TPU's allocator says how much it hands out."""
-    device = jax.devices()[0]
-    if target != "here":
-        found = find_target(target)
-        return Place(target, found.devices[0], found.chip.memory_bytes)
-    if device.platform == "cpu":
-        return Place(common.here(), device, find_target("cpu").chip.memory_bytes)
-    return Place(common.here(), device, (device.memory_stats() or {})["bytes_limit"])
+    if target == "here":
+        device = jax.devices()[0]
+        return Place(measures.here(), device, usable_memory([device]))
+    found = find_target(target)
+    return Place(target, found.devices[0], found.chip.memory_bytes)
 
 
 def _figures(
@@ -92,7 +84,7 @@ def _figures(
             for name, policy in policies.items():
                 if remat == "islands" and policy.compute_dtype == "float32":
                     continue  # there are none
-                attempt = _reporting(policy, mesh, place, f"{how}, {name}")
+                attempt = fit.announced(policy, mesh, place.capacity, f" for {place.name}")
                 found = attempt(tried)
                 state[name] = found.memory
                 peaks[name] = found.memory.peak / 2**20
@@ -106,11 +98,3 @@ def _figures(
     for part in ("params", "moments", "capacity"):
         sizes = {name: getattr(memory, part) / 2**20 for name, memory in state.items()}
         yield Figure(f"{part}, {place.name}", "MiB", sizes)
-
-
-def _reporting(policy: jaxamp.Policy, mesh, place: Place, what: str):
-    def attempt(config: Config) -> fit.Attempt:
-        common.say(f"compiling for {what}, batch size {config.batch_size} ...")
-        return fit.attempt(config, policy, mesh, place.capacity)
-
-    return attempt

@@ -23,11 +23,12 @@ import tyro
 
 import train.peers
 from train import measures
-from train.benchmarks import common
+from train.benchmarks.options import BenchmarkOptions, config_of
 from train.config import Config, ConfigError, ModelConfig
 from train.data import load
 from train.figures import Figure, Report, Target, ratio
 from train.peers.serve import Task, write
+from train.progress import note
 
 ABOUT = """Measure what a user could take instead: jmp with optax, Flax's DynamicScale, mpx with
 Equinox, Keras 3 on JAX, PyTorch's autocast with and without torch.compile. Each runs in a process
@@ -59,7 +60,7 @@ SAME_ENVIRONMENT = (OURS, "jmp", "flax")  # they import ours
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(common.Options):
+class Options(BenchmarkOptions):
     peers: tuple[Name, ...] = get_args(Name)
     """Which peers to run."""
     python: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -84,14 +85,14 @@ class Absent(RuntimeError):
 
 def measure(options: Options) -> Report:
     pythons = _pythons(options)
-    config = common.config_of(options)
+    config = config_of(options)
     task = make_task(config, options)
     report = Report([], [], [])
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         write(f"{place}/task.npz", task)
         servers: dict[str, Server] = {}
         for name in (OURS, *options.peers):
-            common.say(f"starting {name} ...")
+            note(f"starting {name} ...")
             python = pythons.get(name.removesuffix("-compile"), sys.executable)
             server = stack.enter_context(Server(name, python, place, options.threads))
             try:
@@ -240,7 +241,7 @@ def _times(report: Report, servers: dict[str, Server], options: Options) -> None
         seconds: dict[str, list[float]] = {name: [] for name in servers}
         losses: dict[str, float] = {}
         for k in range(options.rounds):
-            common.say(f"{compute}, round {k + 1} of {options.rounds}")
+            note(f"{compute}, round {k + 1} of {options.rounds}")
             for name in _alternating(servers, k):
                 times, found = servers[name].ask(compute, options.steps)
                 seconds[name].append(statistics.median(times))

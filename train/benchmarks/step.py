@@ -11,13 +11,14 @@ import optax
 
 import jaxamp
 from train import compiled, measures
-from train.benchmarks import common
-from train.benchmarks.common import CHIP, Chip, for_chip, here
+from train.benchmarks.chip_model import CHIP, Chip, for_chip
+from train.benchmarks.options import BenchmarkOptions, config_of
 from train.chips import find_target, peak_flops
 from train.config import Config
 from train.data import load
-from train.figures import Figure, Report, Target, ratio
+from train.figures import Figure, Report, Target, collect, ratio
 from train.flops import model_flops_per_token
+from train.progress import note
 from train.step import make_adamw
 from train.variants import Variant
 
@@ -33,7 +34,7 @@ BASES = ("float32", "by hand", "autocast")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(common.Options):
+class Options(BenchmarkOptions):
     measures: tuple[Measure, ...] = get_args(Measure)
     """Which measures to take."""
     compute: tuple[Compute, ...] = get_args(Compute)
@@ -44,7 +45,7 @@ class Options(common.Options):
 
 
 def measure(options: Options) -> Report:
-    return common.take(options.measures, _MEASURES, options, common.config_of(options))
+    return collect(options.measures, _MEASURES, options, config_of(options))
 
 
 class Step:
@@ -115,7 +116,7 @@ def _tpu(report: Report, options: Options, config: Config) -> None:
     variants, (params, batch) = for_chip(options.chip, config)
     found = {}
     for name, (variant, tx) in whole_steps(variants, config, device.platform).items():
-        common.say(f"  compiling {name}")
+        note(f"  compiling {name}")
         shapes = (params, jax.eval_shape(tx.init, params), batch)
         program = compiled.compile_for(device, make_step(variant, tx), shapes, donated=(0, 1))
         found[name] = compiled.figures_of(program, device.platform)
@@ -147,7 +148,7 @@ def _time(report: Report, options: Options, config: Config) -> None:
         }
         found = measures.interleaved(list(steps.values()), options.repeats)
         seconds = dict(zip(steps, found, strict=True))
-        name = f"step on {here()}, {compute}"
+        name = f"step on {measures.here()}, {compute}"
         medians = {step: statistics.median(times) for step, times in seconds.items()}
         of = {
             base: {step: ratio(times, seconds[base]) for step, times in seconds.items()}

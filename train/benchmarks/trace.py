@@ -10,10 +10,11 @@ import jax
 
 import jaxamp
 from train import compiled, measures
-from train.benchmarks import common
+from train.benchmarks.options import BenchmarkOptions, config_of
 from train.config import Config
 from train.data import Corpus, load
 from train.figures import Figure, Report, Target, ratio
+from train.progress import note
 from train.step import init_state, make_train_step
 
 ABOUT = """Measure the time to trace, lower and compile the train step of train.run in float32 and
@@ -25,7 +26,7 @@ STAGES = ("tracing", "lowering", "compiling")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(common.Options):
+class Options(BenchmarkOptions):
     depths: tuple[int, ...] = (4, 8, 16)
     """Numbers of layers; they are the rounds of one loop."""
     repeats: int = 5
@@ -41,7 +42,7 @@ class Made(NamedTuple):
 
 def measure(options: Options) -> Report:
     report = Report([], [], [])
-    config = common.config_of(options)
+    config = config_of(options)
     corpus = load(config.data, config.model.vocab_size)
     batch = measures.small_point(config, corpus).batch
     for depth in options.depths:
@@ -55,7 +56,7 @@ def _add(report: Report, config: Config, corpus: Corpus, batch: Any, repeats: in
     made: dict[str, list[Made]] = {name: [] for name in POLICIES}
     # The first of all also loads modules.
     for k in range(repeats + 1):
-        common.say(f"{layers}, {k} of {repeats}")
+        note(f"{layers}, {k} of {repeats}")
         for name, policy in POLICIES.items():
             made[name].append(make(config, corpus, policy, batch))
     kept = {name: found[1:] for name, found in made.items()}

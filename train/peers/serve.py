@@ -30,9 +30,11 @@ class Task(NamedTuple):
     labels: np.ndarray
     settings: dict[str, Any]
 
-    def layer(self, k: int, path: str) -> np.ndarray:
-        """The k-th layer's weight."""
-        return self.weights[f"blocks/{path}"][k]
+    def layer(self, k: int) -> dict[str, np.ndarray]:
+        """The k-th layer's weights by the names of its modules: kernels have two axes, scales of
+        norms have one."""
+        stacked = {p.split("/")[-2]: w for p, w in self.weights.items() if p.startswith("blocks/")}
+        return {name: weights[k] for name, weights in stacked.items()}
 
     def rotation(self) -> tuple[np.ndarray, np.ndarray]:
         """Cosine and sine of RoPE's angles, float32[T, D/2]."""

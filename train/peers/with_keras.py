@@ -66,12 +66,9 @@ def make(task: Task, compute: str) -> Step:
     model.embed.embeddings.assign(task.weights["embed/embedding"])
     model.norm.scale.assign(task.weights["norm/scale"])
     for k, block in enumerate(model.blocks):
-        for name in ("attention_norm", "feed_forward_norm"):
-            getattr(block, name).scale.assign(task.layer(k, f"{name}/scale"))
-        for name in ("query", "key", "value", "out"):
-            getattr(block, name).kernel.assign(task.layer(k, f"attention/{name}/kernel"))
-        for name in ("up", "gate", "down"):
-            getattr(block, name).kernel.assign(task.layer(k, f"feed_forward/{name}/kernel"))
+        for name, weight in task.layer(k).items():
+            layer = getattr(block, name)
+            (layer.kernel if weight.ndim == 2 else layer.scale).assign(weight)
     optimizer = keras.optimizers.AdamW(
         settings["learning_rate"],
         weight_decay=settings["weight_decay"],

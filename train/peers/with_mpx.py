@@ -24,12 +24,8 @@ class Block(eqx.Module):
 
     def __init__(self, task: Task, k: int):
         self.n_heads = task.settings["n_heads"]
-        self.attention_norm = norm(task.layer(k, "attention_norm/scale"))
-        self.feed_forward_norm = norm(task.layer(k, "feed_forward_norm/scale"))
-        for name in ("query", "key", "value", "out"):
-            setattr(self, name, linear(task.layer(k, f"attention/{name}/kernel")))
-        for name in ("up", "gate", "down"):
-            setattr(self, name, linear(task.layer(k, f"feed_forward/{name}/kernel")))
+        for name, weight in task.layer(k).items():
+            setattr(self, name, linear(weight) if weight.ndim == 2 else norm(weight))
 
     def __call__(self, x, rotation):
         x = x + self.attend(full(self.attention_norm, x), rotation)

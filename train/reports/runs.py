@@ -10,15 +10,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import jaxamp
+from jaxamp.policy import PRESETS
 from train.config import Config, ConfigError
+from train.exits import InputError
 from train.parse import describe, load_json
-
-PRESETS = ("float32", "mixed_bfloat16", "mixed_float16")
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ReportError(ValueError):
+class ReportError(InputError):
     """Runs that cannot be reported, in one line for the user."""
 
 
