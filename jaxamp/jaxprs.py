@@ -160,7 +160,8 @@ def users_line(eqn: Any) -> str:
     return line
 
 
-_INSTALLED = tuple({sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")})
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple({_PATHS[kind] for kind in ("stdlib", "purelib", "platlib")})
 _HERE = os.path.dirname(__file__)
 
 

@@ -85,7 +85,8 @@ def test_accumulation_holds_the_activations_of_one_microbatch():
     # it, in float32, and the batch in the order of its microbatches.
     extra = 2 * one.params + 2 * 32 * 256 * 4
     assert sixteen.activations < one.activations + extra
-    assert whole.activations > 10 * one.activations > 4 * sixteen.activations
+    # 16 times the rows: what does not grow with them is less than a third of one's activations.
+    assert whole.activations > 10 * one.activations
 
 
 def test_a_step_that_does_not_fit_says_by_how_much_and_what_would(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """The second experiment of `train.compare`: each policy at the largest batch that fits."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def with_largest_batches(
     given = memory_gib is not None
     capacity = int(memory_gib * 2**30) if given else usable_memory(mesh.local_devices)
     sizes = {
-        policy: largest_batch_size(config, corpus, policy, mesh, capacity)
+        policy: _found_before(first, policy)
+        or largest_batch_size(config, corpus, policy, mesh, capacity)
         for policy, config in first.configs.items()
     }
     for policy, size in sizes.items():
@@ -44,6 +46,12 @@ def with_largest_batches(
     }
     second = Experiment(TITLE, folder, configs, first.seeds, ("batch_size",), sizes)
     return replace(first, largest_batch_sizes=sizes), second
+
+
+def _found_before(first: Experiment, policy: jaxamp.Policy) -> int | None:
+    """What an earlier start has written down: the search takes minutes."""
+    path = first.workdir(policy, first.seeds[0]) / "figures.json"
+    return json.loads(path.read_text())["largest_batch_size"] if path.is_file() else None
 
 
 def largest_batch_size(
