@@ -18,6 +18,7 @@ from jax.extend import source_info_util
 from jaxamp import derivatives, jaxprs, residuals
 from jaxamp.decide import make_plan
 from jaxamp.plans import Info, Plan, Step
+from jaxamp.rules import RULES
 
 
 def emit(plan: Plan, args: Sequence[Any], mode: str = residuals.PLAIN) -> list[Any]:
@@ -141,8 +142,9 @@ def _bind(step: Step, operands: list[Any], plan: Plan) -> list[Any]:
         return operands
     if step.outs[0:1] and step.outs[0].low and "preferred_element_type" in eqn.params:
         return jaxprs.bind_remembered(eqn, operands, preferred_element_type=compute_dtype)
-    of_default = "precision" in eqn.params and eqn.params["precision"] is None
-    changes = {"precision": jaxprs.default_precision()} if of_default else {}
+    changes = {}
+    if RULES.get(eqn.primitive.name) == "matmul" and operands[0].dtype.itemsize > 2:
+        changes = {"precision": eqn.params.get("precision") or jaxprs.default_precision()}
     if step.kind != "rigid" and not eqn.effects:
         return jaxprs.bind_remembered(eqn, operands, **changes)
     return jaxprs.bind(eqn, operands, **changes)
@@ -166,7 +168,7 @@ def inside(plan: Plan, mode: str, outs: Sequence[Info] | None = None) -> Callabl
 
 def _retraced(plan: Plan, mode: str, outs: Sequence[Info] | None = None) -> Any:
     """The emitted program as a jaxpr. It is kept, so that what is compiled once stays compiled."""
-    key = (mode, None if outs is None else tuple(outs))
+    key = (mode, None if outs is None else tuple(outs), jaxprs.default_precision())
     if key not in plan.emitted:
         pairs = zip(plan.jaxpr.invars, plan.ins, strict=True)
         avals = [planned_aval(atom, info, plan) for atom, info in pairs]

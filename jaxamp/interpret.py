@@ -243,8 +243,7 @@ def scope_path(around: str, stack: str) -> str:
     >>> scope_path("net", "transpose(jvp(head))/jvp(head)/rematted_computation/norm")
     'net/head/norm'
     """
-    parts = [part.rsplit("(", 1)[-1].rstrip(")") for part in stack.split("/")]
-    parts = [part for part in parts if part and part not in _MADE_BY_JAX]
+    parts = [part for part in jaxprs.inner_scopes(stack) if part not in _MADE_BY_JAX]
     for k in range(len(parts) // 2, 0, -1):
         if parts[:k] == parts[k : 2 * k]:  # once of the transpose, once of what it transposes
             parts = parts[k:]

@@ -93,7 +93,14 @@ def trace(fun: Callable, *avals: Any) -> Any:
 
 def default_precision() -> Any:
     """What `jax_default_matmul_precision` comes to as a param of a matmul; None where not set."""
-    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.dot(x, x))(np.ones((1, 1), np.float32)).eqns
+    config: Any = jax.config  # does not say which settings it has
+    return _as_param(config.jax_default_matmul_precision)
+
+
+@functools.cache
+def _as_param(default: str | None) -> Any:
+    with jax.default_matmul_precision(default):
+        (eqn,) = jax.make_jaxpr(lambda x: jax.lax.dot(x, x))(np.ones((1, 1), np.float32)).eqns
     return eqn.params["precision"]
 
 
@@ -138,10 +145,17 @@ def scope_of(eqn: Any) -> str:
 
     Transforms wrap the names they meet, as in `transpose(jvp(layer))/mul`; the layer is meant.
     """
-    text = str(eqn.source_info.name_stack)
-    while (inner := text.rfind("(")) >= 0:
-        text = text[: text[:inner].rfind("/") + 1] + text[inner + 1 :].replace(")", "", 1)
-    return text
+    return "/".join(inner_scopes(str(eqn.source_info.name_stack)))
+
+
+def inner_scopes(stack: str) -> list[str]:
+    """The names of a name stack, out of what wraps them.
+
+    >>> inner_scopes("net/transpose(jvp(head))/mul")
+    ['net', 'head', 'mul']
+    """
+    parts = (part.rsplit("(", 1)[-1].rstrip(")") for part in stack.split("/"))
+    return [part for part in parts if part]
 
 
 def where(eqn: Any) -> str:

@@ -365,6 +365,40 @@ def test_default_precision_is_for_the_matmuls_that_stay_in_float32(default, rule
         assert eqn.params["precision"] == (None if low else plain.params["precision"])
 
 
+def test_default_precision_is_that_of_each_trace():
+    """Programs inside are kept from trace to trace, and the setting is not theirs."""
+    loss = jax.jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    mixed = jaxamp.autocast(loss, "compute=bf16,full=w")
+    w, x = normal(0, 8, 8), normal(1, 4, 8)
+    for default in ("highest", "default", None, "high", "highest"):
+        with jax.default_matmul_precision(default):
+            (found,) = precisions(jax.make_jaxpr(mixed)(w, x))
+            (plain,) = precisions(jax.make_jaxpr(jnp.dot)(x, w))
+        assert found == plain
+
+
+def test_default_precision_is_not_for_16_bit_matmuls_of_an_autocast_inside():
+    inner = jaxamp.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)), BF16)
+    with jax.default_matmul_precision("highest"):
+        program = jax.make_jaxpr(jaxamp.autocast(inner, BF16))(normal(0, 8, 8), normal(1, 4, 8))
+    assert set(precisions(program)) == {None}
+
+
+def precisions(program):
+    names = ("dot_general", "rounded_dot")
+    return [e.params["precision"] for e in equations(program) if e.primitive.name in names]
+
+
+def test_full_reaches_the_backward_pass_of_a_gradient_inside():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.sin(x @ w))
+
+    w, x = normal(0, 8, 8), normal(1, 4, 8)
+    mixed = jaxamp.autocast(jax.grad(loss), "compute=bf16,full=head")
+    assert dtypes(mixed, w, x) == [["float32"] * 3] * 2
+
+
 def test_look_ahead_gives_float32_logits_and_16_bit_gradients():
     loss = lambda w, x: jax.nn.logsumexp(x @ w)  # noqa: E731
     w, x = normal(0, 8, 8), normal(1, 4, 8)
