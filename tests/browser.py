@@ -1,6 +1,5 @@
 """Debian's chromium by its debugging pipe: opens a file at the size of a phone or a desktop."""
 
-import base64
 import itertools
 import json
 import os
@@ -82,11 +81,6 @@ class Browser:
         )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
-
-    def screenshot(self):
-        """The whole page as PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(shot["data"])
 
     def complaints(self):
         """Errors and warnings of the console and the log, exceptions, and requests of the net."""

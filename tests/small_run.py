@@ -1,7 +1,6 @@
 """The smallest run of the trainer: its flags, what it wrote, and whether two of them are equal."""
 
 import json
-import re
 
 import jax
 import numpy as np
@@ -43,7 +42,7 @@ def newest_step(workdir):
     """The last step in `metrics.jsonl`, 0 where there is none; a kill may have cut its line."""
     path = workdir / "metrics.jsonl"
     whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return int(re.search(r'"step": (\d+)', whole[-1])[1]) if whole else 0
+    return json.loads(whole[-1])["step"] if whole else 0
 
 
 def checkpoints(workdir):
@@ -55,8 +54,7 @@ def final_state(workdir):
     """The newest checkpoint of a run: state and position in the data."""
     config = load_json((workdir / "config.json").read_text(), "config.json")
     checkpointer = Checkpointer(workdir, 9)
-    step = max(int(name) for name in checkpoints(workdir) if name.isdigit())
-    meta, state = checkpointer._read(step)
+    meta, state = checkpointer._read(checkpointer.latest_step)
     checkpointer.close()
     assert config.policy in meta["config"]
     return state, meta["data_state"]

@@ -202,7 +202,7 @@ def test_a_missing_compiler_is_one_line(tmp_path, capsys, monkeypatch):
         (("--measures", "speed"), "speed"),
         (("--json", "no/such/place.json"), "no such directory"),
         (("--config", "no-such.toml"), "no-such.toml"),
-        (("--chip.n-heads", "3"), "--chip.d-model 1024 must be an even multiple"),
+        (("--chip.n-heads", "3"), "--chip: d_model 1024 must be an even multiple"),
         (("--chip.n-layers", "0"), "--chip.n-layers must be at least 1"),
     ],
 )

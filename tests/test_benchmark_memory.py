@@ -104,7 +104,7 @@ def test_a_second_call_that_compiles_is_seen(monkeypatch):
         (["memory", "--loss-chunk", "0"], "--loss-chunk must be at least 1, got 0"),
         (["memory", "--targets", "v5"], "unknown chip 'v5'"),
         (["memory", "--policies", "f8"], "--policies: "),
-        (["memory", "--chip.n-heads", "3"], "--chip.d-model 1024 must be an even multiple"),
+        (["memory", "--chip.n-heads", "3"], "--chip: d_model 1024 must be an even multiple"),
         (["trace", "--depths", "4", "0"], "--depths must be at least 1, got 0"),
         (["trace", "--repeats", "-1"], "--repeats must be at least 1, got -1"),
     ],

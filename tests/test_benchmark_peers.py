@@ -108,7 +108,9 @@ def test_the_peers_of_this_environment_train_as_we_do(tmp_path, capsys):
     losses = {figure["name"]: figure["values"] for figure in found["figures"]}
     of_f16 = losses["loss of step 3, f16"]
     assert set(of_f16) == {"jaxamp", "jmp", "flax"}
-    assert max(of_f16.values()) - min(of_f16.values()) < 0.01 * of_f16["jaxamp"]
+    # A step moves a loss by less than itself; its float16 error, by which they differ, is u = 2^-11
+    # of that, after three steps at most 3 u. 1e-5 was measured.
+    assert max(of_f16.values()) - min(of_f16.values()) < 3 * 2**-11 * of_f16["jaxamp"]
 
 
 @pytest.mark.slow
@@ -140,7 +142,10 @@ def test_a_model_that_the_peers_do_not_have_is_an_error(model, message):
     ("flags", "message"),
     [
         (("--threads", "0"), "--threads must be at least 1, got 0"),
-        (("--python", "jmp=/bin/sh"), "--python jmp=/bin/sh: NAME=PATH, with mpx, keras or torch"),
+        (
+            ("--python", "jmp=/bin/sh"),
+            "jmp=/bin/sh: NAME=PATH, NAME one of mpx, keras, torch",
+        ),
         (("--python", "torch"), "--python torch: NAME=PATH"),
         (("--python", "torch=/no/such"), "--python torch=/no/such: /no/such is not a program"),
         (("--peers", "tensorflow"), "tensorflow"),

@@ -92,7 +92,7 @@ def test_a_run(tmp_path, capsys):
 def test_the_guard_moves_no_bytes_on_a_tpu(tmp_path):
     config, out = tmp_path / "tiny.toml", tmp_path / "out.json"
     config.write_text(TINY)
-    sizes = {"n-layers": 2, "d-model": 64, "n-heads": 2, "seq-len": 64, "vocab-size": 256}
+    sizes = {"n-layers": 4, "d-model": 128, "n-heads": 2, "seq-len": 64, "vocab-size": 256}
     args = [part for name, size in sizes.items() for part in (f"--chip.{name}", str(size))]
     args += ["--config", str(config), "--json", str(out), "--measures", "tpu"]
     benchmark.main(["step", *args])
@@ -100,6 +100,4 @@ def test_the_guard_moves_no_bytes_on_a_tpu(tmp_path):
     assert [target["name"] for target in found["targets"]] == [
         f"bytes accessed, TPU v5e, {name}, of none" for name in (GUARDED, SCALED)
     ]
-    moved = found["figures"][0]["values"]
-    # In so small a model the counters and the scale show; they do not grow with it.
-    assert moved[SCALED] - moved["autocast"] < 0.01 * moved["autocast"]
+    assert all(target["passed"] for target in found["targets"]), found["targets"]

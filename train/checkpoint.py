@@ -56,16 +56,23 @@ class Restored:
 class Checkpointer:
     """Writes and reads the checkpoints under `workdir/checkpoints`."""
 
-    def __init__(self, workdir: Path, keep: int, mesh: Mesh | None = None):
-        """With a mesh the state comes back as it lies there, else on one device."""
+    def __init__(self, workdir: Path, keep: int | None, mesh: Mesh | None = None):
+        """Keeps the newest `keep` and the best one; None: it only reads, and deletes nothing.
+
+        With a mesh the state comes back as it lies there, else on one device.
+        """
         _hush_orbax()
         self._mesh = mesh
         self._directory = (workdir / "checkpoints").resolve()
         self._eval_losses: dict[int, float | None] = {}
-        kept = NewestAndBest(keep, self._eval_losses)
-        options = ocp.CheckpointManagerOptions(preservation_policy=kept)
+        if keep is None:
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            kept = NewestAndBest(keep, self._eval_losses)
+            options = ocp.CheckpointManagerOptions(preservation_policy=kept)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-        self._eval_losses |= {step: self._eval_loss(step) for step in self._manager.all_steps()}
+        if keep is not None:
+            self._eval_losses |= {step: self._eval_loss(step) for step in self._manager.all_steps()}
 
     def save(
         self,
@@ -285,7 +292,7 @@ def load_params(workdir: Path) -> tuple[Config, int, Any, int]:
     """
     if not (workdir / "checkpoints").is_dir():
         raise CheckpointError(f"{workdir}: no checkpoints there; give the directory of a run")
-    checkpointer = Checkpointer(workdir, keep=1_000_000)  # a reader deletes nothing
+    checkpointer = Checkpointer(workdir, keep=None)
     try:
         return checkpointer.load_params()
     finally:

@@ -24,6 +24,9 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+Remat = Literal["none", "islands", "dots", "full"]  # by how much they recompute
+
+
 class ModelConfig(_Frozen):
     """The Transformer. Sizes are counts."""
 
@@ -45,7 +48,7 @@ class ModelConfig(_Frozen):
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention kernel; auto: cuDNN's flash kernel on a GPU that has it, JAX's Pallas splash kernel
     on a TPU, else XLA's."""
-    remat: Literal["none", "dots", "full", "islands"] = "none"
+    remat: Remat = "none"
     """What the backward pass recomputes: dots all but the results of matmuls, full each whole
     layer, islands what autocast keeps in float32."""
 

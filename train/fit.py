@@ -4,7 +4,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 
 import jaxamp
 from train.chips import Target
-from train.config import Config
+from train.config import Config, Remat
 from train.mesh import batch_sharding, check_fits, make_mesh, microbatches, placed
 from train.progress import note
 from train.step import init_state, make_train_step
 
 BYTES_VOCABULARY = 257  # of the byte tokenizer, what a config without vocab_size trains with
-REMATS = ("none", "islands", "dots", "full")  # by how much they recompute
+REMATS = get_args(Remat)  # by how much they recompute
 
 
 class Memory(NamedTuple):

@@ -41,6 +41,9 @@ class Options(BenchmarkOptions):
     repeats: int = 20
     """Pairs of runs over which a time is the median."""
     chip: Chip = CHIP
+    unroll: bool = False
+    """Layers of the chip's model one after another instead of in a loop; bytes accessed count the
+    loop's body once."""
 
 
 def measure(options: Options) -> Report:
@@ -92,8 +95,8 @@ def _compilations(report: Report, options: Options, config: Config, corpus: Corp
 
 def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
     device = find_target("v5e:2x2").devices[0]
-    plain = _compile_all(*for_chip(options.chip, config), device)
-    variants, shapes = for_chip(options.chip, config, remat=True)
+    plain = _compile_all(*for_chip(options.chip, config, Layers(options.unroll)), device)
+    variants, shapes = for_chip(options.chip, config, Layers(options.unroll, remat=True))
     pair = {name: variants[name] for name in ("by hand", "autocast")}
     remat = _compile_all(pair, shapes, device)
     _add_figures(report, "TPU v5e", plain)
@@ -119,7 +122,7 @@ def _tpu(report: Report, options: Options, config: Config, corpus: Corpus) -> No
 
 def _gpu(report: Report, options: Options, config: Config, corpus: Corpus) -> None:
     device = find_target("h100").devices[0]
-    variants, shapes = for_chip(options.chip, config)
+    variants, shapes = for_chip(options.chip, config, Layers(options.unroll))
     pair = {name: variants[name] for name in ("by hand", "autocast")}
     figures = _compile_all(pair, shapes, device)
     _add_figures(report, "H100", figures)

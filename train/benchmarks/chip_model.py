@@ -3,7 +3,7 @@
 import dataclasses
 
 from train import compiled, measures
-from train.config import Config
+from train.config import Config, ModelConfig
 from train.variants import Layers, Variant, make_variants
 
 
@@ -17,17 +17,19 @@ class Chip:
     seq_len: int = 1024
     batch_size: int = 8
     vocab_size: int = 32768
-    unroll: bool = False
-    """Layers one after another instead of in a loop; bytes accessed count the loop's body once."""
 
     def of(self, config: Config) -> Config:
-        """The config with the sizes of this model; without `unroll`, which it cannot say."""
+        """The config with the sizes of this model.
+
+        Raises:
+            ValidationError: they do not go together.
+        """
         sizes = {name: getattr(self, name) for name in ("n_layers", "d_model", "n_heads")}
         sizes |= {"vocab_size": self.vocab_size, "n_kv_heads": None, "d_ff": None}
         return config.model_copy(
             update={
                 "batch_size": self.batch_size,
-                "model": config.model.model_copy(update=sizes),
+                "model": ModelConfig.model_validate(config.model.model_dump() | sizes),
                 "data": config.data.model_copy(update={"seq_len": self.seq_len}),
             }
         )
@@ -37,10 +39,10 @@ CHIP = Chip()
 
 
 def for_chip(
-    chip: Chip, config: Config, remat: bool = False
+    chip: Chip, config: Config, layers: Layers
 ) -> tuple[dict[str, Variant], compiled.Shapes]:
     """The variants of the chip's model in bfloat16, and the shapes of its parameters and batch."""
     graphdef, state = measures.structure(chip.of(config), chip.vocab_size)
-    variants = make_variants(chip.of(config), graphdef, "bf16", Layers(chip.unroll, remat))
+    variants = make_variants(chip.of(config), graphdef, "bf16", layers)
     del variants["floor"]  # it is about errors, and multiplies in float32
     return variants, (state.params, compiled.batch_shapes(chip.batch_size, chip.seq_len))

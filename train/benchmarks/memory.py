@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 
@@ -11,7 +11,7 @@ from train import fit, measures
 from train.benchmarks.chip_model import CHIP, Chip
 from train.benchmarks.options import BenchmarkOptions, config_of
 from train.chips import NoCompiler, find_target, usable_memory
-from train.config import Config
+from train.config import Config, Remat
 from train.figures import Figure, Report
 from train.mesh import make_mesh
 from train.parse import parse_policy
@@ -19,8 +19,6 @@ from train.parse import parse_policy
 ABOUT = """Measure the memory of the train step of train.run, compiled and not run: parameters,
 moments, activations, and the largest batch that fits, for each policy, remat and loss chunk, on
 this machine and on a TPU v5e that need not be here."""
-
-Remat = Literal["none", "islands", "dots", "full"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from train.benchmarks.chip_model import CHIP
 from train.config import Config, ConfigError
-from train.parse import load_toml
+from train.parse import describe, load_toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +31,10 @@ def check(options: Any) -> None:
     for flag, count in _counts(options, "--"):
         if count < 1:
             raise ConfigError(f"{flag} must be at least 1, got {count}")
-    chip = getattr(options, "chip", CHIP)
-    if chip.d_model % (2 * chip.n_heads):
-        raise ConfigError(
-            f"--chip.d-model {chip.d_model} must be an even multiple of "
-            f"--chip.n-heads {chip.n_heads} (RoPE)"
-        )
+    try:
+        getattr(options, "chip", CHIP).of(Config())
+    except ValidationError as error:
+        raise ConfigError(f"--chip: {describe(error)}") from None
     if not options.json.parent.is_dir():
         raise ConfigError(f"--json {options.json}: no such directory")
 

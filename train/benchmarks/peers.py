@@ -56,7 +56,6 @@ PEERS = {
     "torch": Peer("with_torch.py", "pip install torch==2.13.0 numpy"),
     "torch-compile": Peer("with_torch.py", "pip install torch==2.13.0 numpy", ("--compile",)),
 }
-SAME_ENVIRONMENT = (OURS, "jmp", "flax")  # they import ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +110,11 @@ def measure(options: Options) -> Report:
 
 def _pythons(options: Options) -> dict[str, str]:
     pythons = {}
+    others = [name for name, peer in PEERS.items() if peer.install and not peer.flags]
     for pair in options.python:
         name, _, path = pair.partition("=")
-        if name not in ("mpx", "keras", "torch") or not path:
-            raise ConfigError(f"--python {pair}: NAME=PATH, with mpx, keras or torch as NAME")
+        if name not in others or not path:
+            raise ConfigError(f"--python {pair}: NAME=PATH, NAME one of {', '.join(others)}")
         if not os.access(path, os.X_OK):
             raise ConfigError(f"--python {pair}: {path} is not a program")
         pythons[name] = path
@@ -144,7 +144,7 @@ def make_task(config: Config, options: Options) -> Task:
         for path, leaf in leaves
     }
     model = {name: getattr(config.model, name) for name in ("n_layers", "n_heads", "rope_theta")}
-    names = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
+    names = ("learning_rate", "b1", "b2", "weight_decay", "max_grad_norm")
     optimizer = {name: getattr(config.optimizer, name) for name in names}
     # Keras adds eps before Adam's bias correction, all others after it: so small, it is nothing.
     optimizer["eps"] = 1e-14
@@ -162,7 +162,8 @@ class Server:
         self.float32_losses: list[float] = []
         script = Path(train.peers.__file__).parent / self._peer.script
         threads = {f"{library}_NUM_THREADS": str(count) for library in ("OMP", "MKL", "OPENBLAS")}
-        paths = {"PYTHONPATH": os.pathsep.join(sys.path)} if name in SAME_ENVIRONMENT else {}
+        own = bool(self._peer.install)
+        paths = {} if own else {"PYTHONPATH": os.pathsep.join(sys.path)}  # these import ours
         self._process = subprocess.Popen(
             [python, str(script), f"{place}/task.npz", *self._peer.flags],
             stdin=subprocess.PIPE,

@@ -17,10 +17,11 @@ from train.chips import find_target, peak_flops
 from train.config import Config
 from train.data import load
 from train.figures import Figure, Report, Target, collect, ratio
+from train.fit import peak_bytes
 from train.flops import model_flops_per_token
 from train.progress import note
 from train.step import make_adamw
-from train.variants import Variant
+from train.variants import Layers, Variant
 
 ABOUT = """Measure the whole training step in float32, by hand, with jmp and under autocast, and
 what the guard (jaxamp.apply_if_finite) and its dynamic loss scale add to one with a plain optax
@@ -42,6 +43,9 @@ class Options(BenchmarkOptions):
     repeats: int = 40
     """Rounds over which a time is the median; each takes a step with every variant."""
     chip: Chip = CHIP
+    unroll: bool = False
+    """Layers of the chip's model one after another instead of in a loop; bytes accessed count the
+    loop's body once."""
 
 
 def measure(options: Options) -> Report:
@@ -52,7 +56,7 @@ class Step:
     """A compiled step that keeps its state from call to call.
 
     Attributes:
-        figures: Of the program.
+        peak_bytes: The most that it holds, as the compiler says.
     """
 
     def __init__(self, variant: Variant, tx: Any, params: Any, batch: Any):
@@ -61,7 +65,8 @@ class Step:
         self._batch = batch
         jitted = jax.jit(make_step(variant, tx), donate_argnums=(0, 1))
         self._program = jitted.lower(*self._state, batch).compile()
-        self.figures = compiled.figures_of(self._program, jax.devices()[0].platform)
+        stats = self._program.memory_analysis()
+        self.peak_bytes = peak_bytes(stats, jax.devices()[0].platform)
 
     def __call__(self) -> jax.Array:
         *self._state, loss = self._program(*self._state, self._batch)
@@ -113,7 +118,7 @@ def _multiplying(variant: Variant, precision: str) -> Variant:
 
 def _tpu(report: Report, options: Options, config: Config) -> None:
     device = find_target("v5e").devices[0]
-    variants, (params, batch) = for_chip(options.chip, config)
+    variants, (params, batch) = for_chip(options.chip, config, Layers(options.unroll))
     found = {}
     for name, (variant, tx) in whole_steps(variants, config, device.platform).items():
         note(f"  compiling {name}")
@@ -154,7 +159,7 @@ def _time(report: Report, options: Options, config: Config) -> None:
             base: {step: ratio(times, seconds[base]) for step, times in seconds.items()}
             for base in BASES
         }
-        memory = {step: steps[step].figures.peak_bytes / 2**20 for step in steps}
+        memory = {step: steps[step].peak_bytes / 2**20 for step in steps}
         speed = {step: tokens / median for step, median in medians.items()}
         report.figures.append(Figure(name, "s", medians))
         report.figures.extend(Figure(f"{name}, of {base}", "1", of[base]) for base in BASES)

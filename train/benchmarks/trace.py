@@ -14,6 +14,7 @@ from train.benchmarks.options import BenchmarkOptions, config_of
 from train.config import Config
 from train.data import Corpus, load
 from train.figures import Figure, Report, Target, ratio
+from train.loop import structure
 from train.progress import note
 from train.step import init_state, make_train_step
 
@@ -75,7 +76,9 @@ def _add(report: Report, config: Config, corpus: Corpus, batch: Any, repeats: in
 
 def make(config: Config, corpus: Corpus, policy: str, batch: Any) -> Made:
     """Makes a step with cold caches."""
-    step, state = _step(config, corpus, policy)
+    chosen = jaxamp.get_policy(policy)
+    graphdef, state = structure(config, corpus, chosen)
+    step = make_train_step(config, graphdef, chosen)
     jax.clear_caches()
     seconds, results = [], []
     stages: tuple[Callable[[], Any], ...] = (

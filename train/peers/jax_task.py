@@ -1,15 +1,13 @@
 """The task as JAX's arrays and the config of `train`, for peers that run in our environment."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
 from serve import Step, Task
 
 from train.config import Config, ModelConfig, OptimizerConfig
-from train.model import create
+from train.measures import structure
 from train.step import make_adamw
 from train.variants import make_variants
 
@@ -26,11 +24,6 @@ def config_of(task: Task) -> Config:
     chosen = {name: task.settings[name] for name in names}
     optimizer = OptimizerConfig(schedule="constant", warmup_steps=0, **chosen)
     return Config(model=model, optimizer=optimizer)
-
-
-def graphdef_of(config: Config, kernel_dtype: Any = None) -> nnx.GraphDef:
-    make = functools.partial(create, config.model, config.model.vocab_size or 0)
-    return nnx.eval_shape(lambda: make(jax.random.key(0), kernel_dtype))[0]
 
 
 def params_of(task: Task) -> dict[str, Any]:
@@ -51,7 +44,8 @@ def batch_of(task: Task) -> dict[str, jax.Array]:
 def variant_of(task: Task, name: str, compute: str) -> tuple[Callable, Any]:
     """`(params, batch) -> loss` of one of `train.variants` (of float32 for "f32"), and AdamW."""
     config, is_full = config_of(task), compute == "f32"
-    variants = make_variants(config, graphdef_of(config), "bf16" if is_full else compute)
+    graphdef, _ = structure(config, config.model.vocab_size or 0)
+    variants = make_variants(config, graphdef, "bf16" if is_full else compute)
     loss_fn = variants["float32" if is_full else name].loss_fn
     return loss_fn, make_adamw(config.optimizer, config.num_steps)
 

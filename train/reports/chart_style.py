@@ -31,7 +31,6 @@ class Chart(NamedTuple):
     """One chart, drawn; `name` is its file's, `alt` what it shows, in words."""
 
     name: str
-    title: str
     caption: str
     alt: str
     light_svg: bytes
@@ -82,7 +81,7 @@ def chart(
         _render(title, draw, height, theme, form)
         for theme, form in ((LIGHT, "svg"), (DARK, "svg"), (LIGHT, "png"))
     )
-    return Chart(name, title, caption, alt, light, dark, png, inches)
+    return Chart(name, caption, alt, light, dark, png, inches)
 
 
 def _render(

@@ -11,6 +11,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from train.reports.chart_style import HATCHES, Chart, Theme, chart, marker, policy_style
 from train.reports.curves import Curve, bad_steps, curve, difference_curve, thinned
 from train.reports.results import Results
+from train.reports.tables import unit_of
 
 DIFFERENCE_POINTS = 40
 BAND = "Line: mean over seeds; band: least to greatest seed."
@@ -119,7 +120,8 @@ def _scale(results: Results) -> Chart | None:
     def draw(axes: Axes, theme: Theme) -> None:
         axes.set_yscale("log", base=2)
         for k, result in scaled:
-            for number, run in enumerate(result.runs):
+            recorded = [run for run in result.runs if "amp/loss_scale" in run.series]
+            for number, run in enumerate(recorded):
                 label = None if number else _name(results, k)
                 steps, scales = thinned(*run.series["amp/loss_scale"])
                 axes.step(steps, scales, where="post", label=label, **policy_style(k, theme))
@@ -196,18 +198,6 @@ def _memory(results: Results) -> Chart | None:
     alt = f"Memory of a compiled step: {'; '.join(totals)}."
     caption = "Peak of one device in one step as the compiler plans it, by what fills it."
     return chart("memory", "Memory of a step", caption, alt, draw, _rows_height(parts))
-
-
-def unit_of(size: float) -> tuple[str, float]:
-    """The binary unit in which a number of bytes is read best.
-
-    >>> unit_of(3e9)
-    ('GiB', 1073741824)
-    """
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 2**power:
-            return unit, 2**power
-    return "bytes", 1
 
 
 def _line(

@@ -10,7 +10,8 @@ from train.reports.runs import ReportError, Run, read_run
 
 BASE = "float32"
 
-# What neither the loss at a step, the time of a step nor its memory depends on.
+# Policy and seed, which differ by design, and what neither the loss at a step, the time of a step
+# nor its memory depends on.
 FREE = {
     "config", "policy", "seed", "workdir", "resume", "explain", "dry_run", "profile_steps",
     "eval_every_steps", "checkpoint_every_steps", "keep_checkpoints", "max_bad_steps",

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.reports.results import PolicyResult, common_steps
+from train.reports.results import PolicyResult, common_steps, pairs
 from train.reports.runs import Run
 
 POINTS = 240
@@ -38,9 +38,8 @@ def difference_curve(
     result: PolicyResult, base: PolicyResult, name: str, points: int = POINTS
 ) -> Curve | None:
     """A metric less that of the base, by seed, at the steps that all paired runs have."""
-    seeds = [seed for seed in result.group.runs if seed in base.group.runs]
-    runs = [result.group.runs[seed] for seed in seeds]
-    others = [base.group.runs[seed] for seed in seeds]
+    paired = list(pairs(result.group, base.group).values())
+    runs, others = [run for run, _ in paired], [other for _, other in paired]
     steps = common_steps([*runs, *others], name) if runs else np.empty(0, np.int64)
     if not len(steps):
         return None

@@ -20,7 +20,8 @@ class Stability:
         skipped_steps: Updates that were left out.
         skipped_at_start: Of them, those before the first update: how a dynamic loss scale finds
             its place.
-        loss_scale: First and last of the first seed, as (first, last); `low` and `high` over all.
+        loss_scale: `middle` is the last of the first seed; `low` and `high` are over all steps and
+            seeds.
         grad_norm: Median of the finite ones, and their least and greatest.
         ended_badly: By seed, what was not finite at the end of the run and since when.
         unfinished: By seed, the last step of a run that has not done all of its steps.

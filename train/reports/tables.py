@@ -149,10 +149,20 @@ def readable(size: float) -> str:
     >>> readable(3 * 2**29), readable(100)
     ('1.50 GiB', '100 bytes')
     """
+    unit, power = unit_of(size)
+    return f"{size:.0f} bytes" if power == 1 else f"{size / power:.2f} {unit}"
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """The binary unit in which a number of bytes is read best, and its bytes.
+
+    >>> unit_of(3e9)
+    ('GiB', 1073741824)
+    """
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
-            return f"{size / 2**power:.2f} {unit}"
-    return f"{size:.0f} bytes"
+            return unit, 2**power
+    return "bytes", 1
 
 
 def runs_table(results: Results) -> list[dict[str, str]]:
