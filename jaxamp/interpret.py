@@ -25,7 +25,6 @@ from jaxamp.operate import (
     is_floating,
     is_narrow,
     is_zero_literal,
-    literal,
     on_host,
     widened,
 )
@@ -64,7 +63,6 @@ class Record:
         inf: A result has an Inf.
         born: "nan" or "inf" if one appeared where all that was read is finite, else "".
         zeros: How many numbers of the results are zero.
-        extra: What the caller's `look` made of the results.
     """
 
     key: tuple[int, int]
@@ -79,7 +77,6 @@ class Record:
     inf: bool = False
     born: str = ""
     zeros: int = 0
-    extra: Any = None
 
     @property
     def bad(self) -> bool:
@@ -98,7 +95,7 @@ def run(
     program: Any,
     arrays: Sequence[Any],
     widen: Callable[[Site], bool] = lambda site: False,
-    look: Callable[[Site, Any, Any], Any] | None = None,
+    look: Callable[[Site, Any, Any], None] | None = None,
     observe: bool = True,
     restored: frozenset[int] = frozenset(),
 ) -> Run:
@@ -108,7 +105,7 @@ def run(
         program: From `jax.make_jaxpr`.
         arrays: One per input.
         widen: Which equations are held in float32.
-        look: Given (site, equation, float32 results), what is kept as `Record.extra`.
+        look: Is shown (site, equation, results) of each one.
         observe: Without, nothing is recorded.
         restored: Equations (by id) whose 16-bit zero literals stand for something small.
     """
@@ -129,7 +126,10 @@ class _Evaluator:
     def program(self, jaxpr, consts, args: Sequence[Value], around: Site) -> list[Value]:
         env = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        read = lambda atom: Value(literal(atom)) if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+
+        def read(atom: Any) -> Value:
+            return Value(jaxprs.literal(atom)) if jaxprs.is_literal(atom) else env[atom]
+
         for eqn in jaxpr.eqns:
             site = self.site(eqn, around)
             ins = [read(atom) for atom in eqn.invars]
@@ -163,7 +163,7 @@ class _Evaluator:
         record = Record(key, eqn, site, tuple(value.makers for value in ins))
         _fill(record, eqn, arrays, outs)
         if self.look is not None:
-            record.extra = self.look(site, eqn, outs)
+            self.look(site, eqn, outs)
         self.records.append(record)
         return [Value(out, (len(self.records) - 1,)) for out in outs]
 

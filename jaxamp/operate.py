@@ -13,22 +13,15 @@ import numpy as np
 
 from jaxamp import jaxprs
 
-
-def literal(atom: Any) -> Any:
-    """The value of a literal, in its dtype."""
-    dtype = jaxprs.dtype_of(atom)
-    if dtype is None or dtype == jax.dtypes.float0:
-        return atom.val
-    return np.asarray(atom.val).astype(dtype)[()]
-
-
 SMALL = np.float32(2**-26)
 """Half of what float16 rounds to zero."""
 
 
 def is_zero_literal(atom: Any) -> bool:
     """A 16-bit zero that was written into the program: maybe an eps that 16 bits cannot hold."""
-    return jaxprs.is_literal(atom) and is_narrow(jaxprs.dtype_of(atom)) and not literal(atom).any()
+    if not jaxprs.is_literal(atom) or not is_narrow(jaxprs.dtype_of(atom)):
+        return False
+    return not jaxprs.literal(atom).any()
 
 
 def is_narrow(dtype: Any) -> bool:

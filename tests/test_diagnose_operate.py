@@ -37,7 +37,7 @@ def test_numpy_is_xla(name, dtype):
     seen = set()
     env = dict(zip(program.jaxpr.invars, (jnp.asarray(x), jnp.asarray(y)), strict=True))
     for eqn in program.jaxpr.eqns:
-        ins = [operate.literal(v) if jaxprs.is_literal(v) else env[v] for v in eqn.invars]
+        ins = [jaxprs.literal(v) if jaxprs.is_literal(v) else env[v] for v in eqn.invars]
         want, got = jaxprs.bind(eqn, ins), operate.as_written(eqn, ins)
         seen.add(isinstance(got[0], np.ndarray))
         for var, a, b in zip(eqn.outvars, want, got, strict=True):

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxamp
+from jaxamp import sensitivity
 from train import model
 from train.config import ModelConfig
 
@@ -202,6 +203,12 @@ def test_frozen_weights():
     assert in_float32(floats, jnp.ones((2, 4)), updates=updates).frozen == ()
     with pytest.raises(ValueError, match="updates must be a tree like"):
         in_float32(floats, jnp.ones((2, 4)), updates=updates["a"])
+
+
+def test_an_update_of_a_float64_weight_is_added_in_float64():
+    weight, update = np.float64([1.0, 1.0]), np.float64([1e-10, 1e-17])
+    (found,) = sensitivity.frozen(weight, update, ["w"], np.dtype(np.float32))
+    assert found == sensitivity.Frozen("w", "float64", 0.5)
 
 
 def test_argnums_keywords_keys_and_loss_scale_objects():
