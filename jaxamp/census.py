@@ -49,6 +49,7 @@ DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
 }
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 FORMATS = {name: _format(dtype) for name, dtype in DTYPES.items()}
 
 # Of float32; bin 0 has zeros and its subnormals, bin 255 what is not finite.

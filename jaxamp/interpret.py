@@ -62,6 +62,7 @@ class Record:
         nan: A result has a NaN.
         inf: A result has an Inf.
         born: "nan" or "inf" if one appeared where all that was read is finite, else "".
+        born_at: Where in the result that was.
         zeros: How many numbers of the results are zero.
     """
 
@@ -76,6 +77,7 @@ class Record:
     nan: bool = False
     inf: bool = False
     born: str = ""
+    born_at: np.ndarray | None = None
     zeros: int = 0
 
     @property
@@ -272,6 +274,7 @@ def _fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> 
         born = ~finite & _all_read_is_finite(ins, values.shape)
         if born.any():
             record.born = "nan" if np.isnan(values[born]).any() else record.born or "inf"
+            record.born_at = born
     if record.bad:
         record.operands = tuple(ins)
         record.bad_ins = tuple(k for k, array in enumerate(ins) if not is_finite(array))

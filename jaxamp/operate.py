@@ -60,7 +60,7 @@ def widened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         changes: dict[str, Any] = {
             key: np.dtype(np.float32) for key in _DTYPES if is_narrow(eqn.params.get(key))
         }
-        if eqn.params.get("precision", "") is None:
+        if "precision" in eqn.params:
             changes["precision"] = jax.lax.Precision.HIGHEST
         arrays = [_as_dtype(x, np.float32) if _is_low(x) else x for x in ins]
         try:

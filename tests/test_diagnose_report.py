@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxamp
-from jaxamp import sensitivity
+from jaxamp import jaxprs, operate, sensitivity
 from train import model
 from train.config import ModelConfig
 
@@ -169,6 +169,55 @@ def test_ranges_of_weights_activations_and_gradients():
     assert "f16 flush/sub/over" in str(found)
 
 
+def test_each_use_of_a_jitted_function_has_its_own_range():
+    def loss(w, x):
+        for name in "abcd":  # jax.nn.relu is a jit, whose program all uses share
+            with jax.named_scope(name):
+                x = jax.nn.relu(x @ w)
+        return jnp.mean(x)
+
+    found = jaxamp.diagnose(loss, "compute=bf16")(4 * jnp.eye(4), jnp.ones((2, 4)))
+    relus = [t for t in found.tensors if t.name == "max"]
+    assert [t.scope for t in relus] == list("abcd")
+    assert [t.numbers.exponent_range for t in relus] == [(2, 2), (4, 4), (6, 6), (8, 8)]
+
+
+def test_gradients_that_are_float16_by_hand_are_judged_as_float16():
+    def loss(w, x):
+        h = (x @ w).astype(jnp.float16)
+        return jnp.sum((h * h).astype(jnp.float32)) * 2.0**-26
+
+    args = jnp.eye(4), jnp.ones((2, 4))
+    found = jaxamp.diagnose(loss, "compute=bf16")(*args)
+    assert found.scale == jaxamp.diagnose(loss, "compute=f16")(*args).scale
+    assert found.scale.loss_scale == 4 and found.scale.flushed_now > found.scale.flushed == 0
+
+
+def test_float32_matmuls_have_the_users_precision(monkeypatch):
+    def loss(w, x):
+        return jnp.mean((x @ w["wide"]) @ w["narrow"])
+
+    seen, bind = [], jaxprs.bind
+
+    def watched(eqn, operands, **changes):
+        if eqn.primitive.name == "dot_general":
+            seen.append({**eqn.params, **changes}["precision"])
+        return bind(eqn, operands, **changes)
+
+    w = {"wide": jnp.eye(4), "narrow": jnp.eye(4)}
+    highest = (lax.Precision.HIGHEST,) * 2
+    with jax.default_matmul_precision("highest"):
+        monkeypatch.setattr(jaxprs, "bind", watched)
+        jaxamp.diagnose(loss, "compute=f32")(w, jnp.ones((2, 4)))
+    assert seen and set(seen) <= {highest, lax.Precision.HIGHEST}
+
+
+def test_the_twin_has_highest_precision_whatever_the_program_has(monkeypatch):
+    (eqn,) = jax.make_jaxpr(lambda x: lax.dot(x, x, precision="default"))(jnp.eye(2)).eqns
+    monkeypatch.setattr(jaxprs, "bind", lambda eqn, operands, **changes: [changes["precision"]])
+    assert operate.widened(eqn, [np.eye(2, dtype=np.float32)] * 2) == [lax.Precision.HIGHEST]
+
+
 def test_gradients_that_vanish_and_the_scale_that_rescues_them():
     def loss(w, x):
         h = jnp.tanh(x @ w["one"])
@@ -216,7 +265,7 @@ def test_argnums_keywords_keys_and_loss_scale_objects():
         h = x @ w if flag else x + zeros
         return jnp.mean(h * jax.random.bernoulli(key, 0.5, h.shape))
 
-    diagnosed = jaxamp.diagnose(loss, "compute=f16", argnums=(0, 1))
+    diagnosed = jaxamp.diagnose(loss, "compute=f16", argnums=(0, -1))
     scale = jaxamp.DynamicLossScale(2.0**10)
     found = diagnosed(
         normal(0, 2, 4),
@@ -228,6 +277,8 @@ def test_argnums_keywords_keys_and_loss_scale_objects():
     )
     assert found.fault is None and found.loss_scale == 1024
     assert [t.name for t in found.tensors if t.role == "weight"] == ["x", "w"]
+    last = jaxamp.diagnose(lambda x, w: jnp.sum(x * w), "compute=f16", argnums=-1)
+    assert [t.name for t in last(jnp.ones(2), 3.0).tensors if t.role == "weight"] == ["w"]
 
 
 def test_a_fault_reads_as_text():
