@@ -339,8 +339,9 @@ def test_compute_f32_is_advised_only_where_it_was_run_and_helped():
     assert remedy.checked.startswith("with all 16-bit values held in float32 the loss")
 
     def two(w, x):  # two operations of which any remedy but this one repairs one
-        y = lax.conv(x["image"], w["conv"], (1, 1), "SAME")
-        return jnp.mean(y * 2.0**-10) + jnp.mean((x["rows"] @ w["dot"]) * 2.0**-10)
+        y = lax.conv(lax.conv(x["image"], w["conv"], (1, 1), "SAME"), w["conv"], (1, 1), "SAME")
+        z = x["rows"] @ w["dot"] @ w["dot"]
+        return jnp.mean(y) * 1e-9 + jnp.mean(z) * 1e-9
 
     large = functools.partial(ones, value=300.0)
     w = {"conv": large(1, 1, 3, 3), "dot": large(4, 4)}

@@ -94,7 +94,9 @@ def test_healthy_functions_raise_no_alarm(make, policy):
     fun, args = make()
     found = jaxamp.diagnose(fun, policy)(*args, loss_scale=8.0)
     assert found.fault is None and "all gradients are finite" in str(found)
-    assert 0 < found.error < 0.1
+    # At most forty roundings in a row, each of u at most, in random directions: sqrt(40) u.
+    u = 2**-11 if policy == "compute=f16" else 2**-8
+    assert 0 < found.error < 6.3 * u
     assert found.contributions[0].error_without < found.error
 
 
@@ -105,11 +107,12 @@ def test_loss_and_error_are_those_of_the_compiled_step(make):
     options = {"xla_allow_excess_precision": False}
     step = jax.jit(jaxamp.value_and_grad(fun, "compute=bf16"), compiler_options=options)
     loss, grads = step(*args)
-    np.testing.assert_allclose(found.loss, loss, rtol=1e-3)
+    np.testing.assert_allclose(found.loss, loss, rtol=1e-6)  # float32 sums in another order
     exact = jax.tree.leaves(jax.jit(jax.grad(fun))(*args))
     pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
     error = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))
     error /= np.sqrt(sum(np.sum(b**2) for _, b in pairs))
+    # After a sum in another order one number of the hundred or so may be rounded the other way.
     np.testing.assert_allclose(found.error, error, rtol=0.05)
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -132,9 +135,9 @@ def test_the_scope_that_makes_the_error_comes_first():
     w = {"fine": jnp.eye(8), "coarse": normal(1, 8, 8)}
     found = jaxamp.diagnose(loss, "compute=bf16")(w, x)
     assert found.contributions[0].scope == "coarse"
-    assert found.contributions[0].removed > 0.5
+    assert found.contributions[0].removed > 0.5  # what stays: "fine" rounds the way back too
     full = jaxamp.diagnose(loss, "compute=bf16,full=coarse")(w, x)
-    np.testing.assert_allclose(full.error, found.contributions[0].error_without, rtol=0.3)
+    np.testing.assert_allclose(full.error, found.contributions[0].error_without, rtol=1e-6)
     lines = [line for line in str(found).splitlines() if line.startswith("coarse")]
     assert len(lines) == 1 and lines[0].endswith("%")
 
