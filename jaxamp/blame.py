@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxamp import jaxprs
 from jaxamp.interpret import Record, Run
 from jaxamp.operate import is_finite, is_zero_literal, on_host
@@ -78,14 +80,13 @@ _POLES = {"div": 0, "rsqrt": 0, "log": 0, "log2": 0, "log1p": -1, "pow": 0, "int
 
 
 def _at_pole(record: Record) -> bool:
-    """An operand is exactly where the operation has no finite value."""
+    """What went bad is of an operand exactly where the operation has no finite value."""
     name = record.eqn.primitive.name
-    if name == "integer_pow" and record.eqn.params["y"] >= 0:
+    if name not in _POLES or record.born_at is None:
         return False
-    if name not in _POLES:
-        return False
-    operand = record.operands[1 if name == "div" else 0]
-    return bool((on_host(operand) == _POLES[name]).any())
+    operand = on_host(record.operands[1 if name == "div" else 0])
+    read = np.broadcast_to(operand, record.born_at.shape)[record.born_at]
+    return bool((read == _POLES[name]).any())
 
 
 # Where numbers became zero that are not zero in float32.

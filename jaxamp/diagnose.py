@@ -73,7 +73,8 @@ def diagnose(
     @functools.wraps(fun)
     def diagnosed(*args, loss_scale=None, updates=None, **kwargs) -> Diagnosis:
         scale = jnp.float32(as_loss_scale(loss_scale).loss_scale)
-        chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        chosen = (argnums,) if isinstance(argnums, int) else argnums
+        chosen = [k + len(args) if k < 0 else k for k in chosen]
         args = tuple(jax.tree.map(jnp.asarray, a) if k in chosen else a for k, a in enumerate(args))
 
         def trace(policy: Policy) -> Call:
@@ -91,10 +92,16 @@ def _tuple(updates: Any, argnums: int | Sequence[int]) -> Any:
     return (updates,) if isinstance(argnums, int) and updates is not None else updates
 
 
+class _NotALoss(ValueError):
+    """What the function gave cannot be differentiated."""
+
+
 def _scaled_gradient(fun: Callable, policy: Policy, argnums, has_aux: bool) -> Callable:
     """`(*args, loss_scale, **kwargs) -> (loss, gradients times the scale)`."""
     mixed = autocast(fun, policy.replace(output_dtype=jnp.float32))
     name = getattr(fun, "__name__", "the function")
+    # The user's, which tracing sets aside: autocast gives it to the matmuls that stay float32.
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
     @functools.wraps(fun)
     def gradient(*args, loss_scale, **kwargs):
@@ -104,18 +111,17 @@ def _scaled_gradient(fun: Callable, policy: Policy, argnums, has_aux: bool) -> C
             loss, _ = split_aux(mixed(*args, **kwargs), has_aux)
             ran.append(loss)
             if not _is_floating_scalar(loss):
-                raise ValueError(
-                    f"diagnose needs a loss that is a floating scalar, got {_of(loss)}"
-                )
+                raise _NotALoss(f"diagnose needs a loss that is a floating scalar, got {_of(loss)}")
             loss = to_float32(loss)
             with jax.named_scope("loss_scale"):
                 return loss * loss_scale, loss
 
         try:
-            grads, loss = jax.grad(scaled_loss, argnums, has_aux=True)(*args, **kwargs)
+            with jax.default_matmul_precision(precision):
+                grads, loss = jax.grad(scaled_loss, argnums, has_aux=True)(*args, **kwargs)
+        except _NotALoss:
+            raise
         except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith("diagnose needs"):
-                raise
             if not ran and not str(error).startswith("grad requires"):
                 raise  # the function itself failed
             reason = str(error).strip().splitlines()[0]
@@ -147,22 +153,21 @@ def _diagnosed(call: Call, policy: Policy, trace, weights: tuple, updates: Any) 
     gradients = [value.array for value in twin.outs[1:]]
     rows = _named("weight", paths, jax.tree.leaves(weights))
     rows += tensors.rows() + _named("gradient", paths, gradients)
-    fault = _fault(mixed, twin, call, policy, trace, tensors.narrow_gradients)
+    best = tensors.best_scale(scale)
+    fault = _fault(mixed, twin, call, policy, trace, best)
     error, parts = None, []
     if all(is_finite(value.array) for value in (*mixed.outs, *twin.outs)):
         error, parts = sensitivity.contributions(program, arrays, mixed, gradients, _MOST_SCOPES)
     frozen = []
     if updates is not None:
         frozen = sensitivity.frozen(weights, updates, paths, policy.param_dtype)
-    narrow = tensors.narrow_gradients
-    name = "bf16" if policy.compute_dtype == jnp.bfloat16 else "f16"
     return Diagnosis(
         policy=str(policy),
         loss=float(mixed.outs[0].array),
         loss_scale=scale,
         fault=fault,
         tensors=tuple(rows),
-        scale=census.best_scale(narrow, name, scale) if narrow else None,
+        scale=best,
         error=error,
         contributions=tuple(parts),
         frozen=tuple(frozen),
@@ -184,19 +189,23 @@ def _named(role: str, paths: Sequence[str], arrays: Sequence[Any]) -> list[Tenso
 
 
 class _Tensors:
-    """Ranges of what the operations of a run give, those of a loop's rounds taken together."""
+    """Ranges of what the operations of a run give, those of a loop's rounds taken together.
+
+    An equation of a jitted function that is called in several places is one for each of them.
+    """
 
     def __init__(self):
-        self.found: dict[int, tuple[Site, Any, census.Numbers]] = {}
+        self.found: dict[Any, tuple[Site, Any, census.Numbers]] = {}
 
     def look(self, site: Site, eqn: Any, outs: Sequence[Any]) -> None:
         if RULES.get(eqn.primitive.name) == "structure" and not _narrows(eqn):
             return
+        key = id(eqn), site[:3]
         for out in filter(is_floating, outs):
             numbers = census.count(out)
-            if id(eqn) in self.found:
-                numbers = self.found[id(eqn)][2] + numbers
-            self.found[id(eqn)] = (site, eqn, numbers)
+            if key in self.found:
+                numbers = self.found[key][2] + numbers
+            self.found[key] = (site, eqn, numbers)
 
     def rows(self) -> list[Tensor]:
         return [
@@ -205,15 +214,18 @@ class _Tensors:
             for dtype in [str(jaxprs.dtype_of(eqn.outvars[0]))]
         ]
 
-    @property
-    def narrow_gradients(self) -> census.Numbers | None:
-        """What of the backward pass is held in 16 bits."""
+    def best_scale(self, used: float) -> census.Scale | None:
+        """For what of the backward pass has 16 bits, all of it as float16 if any of it is."""
         found = [
-            numbers
+            (jaxprs.dtype_of(eqn.outvars[0]), numbers)
             for site, eqn, numbers in self.found.values()
             if site.phase == "backward" and is_narrow(jaxprs.dtype_of(eqn.outvars[0]))
         ]
-        return functools.reduce(census.Numbers.__add__, found) if found else None
+        if not found:
+            return None
+        dtype = min((dtype for dtype, _ in found), key=lambda dtype: jnp.finfo(dtype).max)
+        numbers = functools.reduce(census.Numbers.__add__, (numbers for _, numbers in found))
+        return census.best_scale(numbers, census.NAMES[dtype], used)
 
 
 def _narrows(eqn: Any) -> bool:
@@ -226,16 +238,16 @@ def _narrows(eqn: Any) -> bool:
 _ROLES = {"forward": "activation", "backward": "gradient"}
 
 
-def _fault(mixed: Run, twin: Run, call: Call, policy, trace, gradients) -> Fault | None:
+def _fault(mixed: Run, twin: Run, call: Call, policy, trace, scale) -> Fault | None:
     cause = blame.first_cause(mixed, call.arrays)
     if cause is None:
         return None
-    problem = remedies.Problem(cause, mixed, twin, call, policy, trace, gradients)
+    problem = remedies.Problem(cause, mixed, twin, call, policy, trace, scale)
     remedy = remedies.find(problem)
     record = cause.record
     if record is None:  # an argument comes out as it is
         return Fault(cause.kind, "", "", "", "forward", (), (), True, "", remedy)
-    lost = blame.lost_at(mixed, twin, record) if cause.kind != "overflow" else None
+    lost = problem.lost if cause.kind != "overflow" else None
     return Fault(
         kind=cause.kind,
         primitive=record.eqn.primitive.name,
@@ -244,7 +256,7 @@ def _fault(mixed: Run, twin: Run, call: Call, policy, trace, gradients) -> Fault
         phase=record.site.phase,
         rounds=record.site.rounds,
         inputs=tuple(blame.ranges(record)),
-        in_float32=remedies.in_float32(problem),
+        in_float32=problem.in_float32,
         lost_at=lost.site.where if lost else "",
         remedy=remedy,
     )

@@ -8,6 +8,7 @@ from typing import Any
 from jaxamp.census import Numbers, Scale
 from jaxamp.remedies import Remedy
 from jaxamp.sensitivity import Contribution, Frozen
+from jaxamp.tables import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +174,12 @@ class Diagnosis:
             (one.scope, f"{one.error_without:.3g}", f"{one.removed:.0%}")
             for one in self.contributions
         ]
-        return [f"gradient error against float32: {self.error:.3g}", *_table(rows)]
+        return [f"gradient error against float32: {self.error:.3g}", *table(rows)]
 
     def _frozen_lines(self) -> list[str]:
         rows = [("weight", "dtype", "updates that round to nothing")]
         rows += [(one.path, one.dtype, f"{one.share:.1%}") for one in self.frozen]
-        return _table(rows) if self.frozen else []
+        return table(rows) if self.frozen else []
 
 
 def _plain(number: float) -> float | str:
@@ -199,7 +200,7 @@ def _ranges(scopes: Sequence[Tensor]) -> list[str]:
     formats = list(scopes[0].numbers.casts)
     header = ("range of", "scope", "held in", "2^min..2^max", "zero")
     rows = [(*header, *(f"{name} flush/sub/over" for name in formats))]
-    return _table([*rows, *_range_rows(scopes)])
+    return table([*rows, *_range_rows(scopes)])
 
 
 def _range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
@@ -222,9 +223,3 @@ def _share(share: float) -> str:
     if share < 0.001:
         return "<.1%"
     return f"{100 * share:.2g}%" if share < 0.995 else "100%"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    cells = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(row).rstrip() for row in cells]

@@ -55,7 +55,7 @@ def _run(steps: Sequence[Step], env: dict[Any, Any], plan: Plan, mode: str) -> N
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return _literal(atom) if jaxprs.is_literal(atom) else env[atom]
+    return jaxprs.literal(atom) if jaxprs.is_literal(atom) else env[atom]
 
 
 def cast(value: Any, atom: Any, info: Info, plan: Plan) -> Any:
@@ -85,13 +85,6 @@ def planned_aval(atom: Any, info: Info, plan: Plan) -> Any:
     """The abstract value of the trace in the dtype in which it is held, strongly typed for JAX."""
     dtype = planned_dtype(atom, info, plan)
     return atom.aval if dtype is None else atom.aval.update(dtype=dtype, weak_type=False)
-
-
-def _literal(atom: Any) -> Any:
-    dtype = jaxprs.dtype_of(atom)
-    if dtype is None or dtype == jax.dtypes.float0:  # a key, or the tangent of an integer
-        return atom.val
-    return np.asarray(atom.val).astype(dtype)[()]
 
 
 def cast_operands(step: Step, operands: Sequence[Any], plan: Plan) -> list[Any]:

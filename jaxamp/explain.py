@@ -13,6 +13,7 @@ from jaxamp import jaxprs
 from jaxamp.autocast import autocast, plan_call, trace_call
 from jaxamp.plans import Plan, Step
 from jaxamp.policy import get_policy
+from jaxamp.tables import table
 
 _MOST_ROWS = 60
 _AROUND = "kept by the program as a whole: a loop's rounds, a cast for a matmul"
@@ -70,12 +71,7 @@ class Explanation:
     def __str__(self) -> str:
         header = ("op", "scope", "n", "from -> to", "saved", "kind", "why")
         shown = self.rows[:_MOST_ROWS]
-        cells = [header, *(_cells(row) for row in shown)]
-        widths = [max(len(line[k]) for line in cells) for k in range(len(header))]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-            for line in cells
-        ]
+        lines = table([header, *map(_cells, shown)])
         if len(self.rows) > len(shown):
             lines.append(f"... and {len(self.rows) - len(shown)} more")
         if self.saved_bytes is None:

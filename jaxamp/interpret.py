@@ -25,7 +25,6 @@ from jaxamp.operate import (
     is_floating,
     is_narrow,
     is_zero_literal,
-    literal,
     on_host,
     widened,
 )
@@ -63,8 +62,8 @@ class Record:
         nan: A result has a NaN.
         inf: A result has an Inf.
         born: "nan" or "inf" if one appeared where all that was read is finite, else "".
+        born_at: Where in the result that was.
         zeros: How many numbers of the results are zero.
-        extra: What the caller's `look` made of the results.
     """
 
     key: tuple[int, int]
@@ -78,8 +77,8 @@ class Record:
     nan: bool = False
     inf: bool = False
     born: str = ""
+    born_at: np.ndarray | None = None
     zeros: int = 0
-    extra: Any = None
 
     @property
     def bad(self) -> bool:
@@ -98,7 +97,7 @@ def run(
     program: Any,
     arrays: Sequence[Any],
     widen: Callable[[Site], bool] = lambda site: False,
-    look: Callable[[Site, Any, Any], Any] | None = None,
+    look: Callable[[Site, Any, Any], None] | None = None,
     observe: bool = True,
     restored: frozenset[int] = frozenset(),
 ) -> Run:
@@ -108,7 +107,7 @@ def run(
         program: From `jax.make_jaxpr`.
         arrays: One per input.
         widen: Which equations are held in float32.
-        look: Given (site, equation, float32 results), what is kept as `Record.extra`.
+        look: Is shown (site, equation, results) of each one.
         observe: Without, nothing is recorded.
         restored: Equations (by id) whose 16-bit zero literals stand for something small.
     """
@@ -129,7 +128,10 @@ class _Evaluator:
     def program(self, jaxpr, consts, args: Sequence[Value], around: Site) -> list[Value]:
         env = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        read = lambda atom: Value(literal(atom)) if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+
+        def read(atom: Any) -> Value:
+            return Value(jaxprs.literal(atom)) if jaxprs.is_literal(atom) else env[atom]
+
         for eqn in jaxpr.eqns:
             site = self.site(eqn, around)
             ins = [read(atom) for atom in eqn.invars]
@@ -163,7 +165,7 @@ class _Evaluator:
         record = Record(key, eqn, site, tuple(value.makers for value in ins))
         _fill(record, eqn, arrays, outs)
         if self.look is not None:
-            record.extra = self.look(site, eqn, outs)
+            self.look(site, eqn, outs)
         self.records.append(record)
         return [Value(out, (len(self.records) - 1,)) for out in outs]
 
@@ -271,6 +273,7 @@ def _fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> 
         born = ~finite & _all_read_is_finite(ins, values.shape)
         if born.any():
             record.born = "nan" if np.isnan(values[born]).any() else record.born or "inf"
+            record.born_at = born
     if record.bad:
         record.operands = tuple(ins)
         record.bad_ins = tuple(k for k, array in enumerate(ins) if not is_finite(array))

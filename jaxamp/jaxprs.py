@@ -55,6 +55,14 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex_core.Literal)
 
 
+def literal(atom: Any) -> Any:
+    """The value of a literal, in its dtype."""
+    dtype = dtype_of(atom)
+    if dtype is None or dtype == jax.dtypes.float0:  # a key, or the tangent of an integer
+        return atom.val
+    return np.asarray(atom.val).astype(dtype)[()]
+
+
 def dtype_of(atom: Any) -> Any:
     """Numpy dtype of a variable that holds an array; None for keys, references and tokens."""
     aval = atom.aval

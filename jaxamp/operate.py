@@ -1,7 +1,9 @@
 """One operation on arrays: as the program has it, or widened to float32.
 
 What IEEE arithmetic defines to the last bit, and what only moves numbers, is done by numpy: XLA
-would compile each once per shape and dtype, which takes longer than everything else.
+would compile each once per shape and dtype, which takes longer than everything else. The exceptions
+are subnormal numbers, of dtypes with the range of float32 or more: on a CPU XLA takes them for zero
+and numpy does not, so where there are any, XLA computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,22 +15,15 @@ import numpy as np
 
 from jaxamp import jaxprs
 
-
-def literal(atom: Any) -> Any:
-    """The value of a literal, in its dtype."""
-    dtype = jaxprs.dtype_of(atom)
-    if dtype is None or dtype == jax.dtypes.float0:
-        return atom.val
-    return np.asarray(atom.val).astype(dtype)[()]
-
-
 SMALL = np.float32(2**-26)
 """Half of what float16 rounds to zero."""
 
 
 def is_zero_literal(atom: Any) -> bool:
     """A 16-bit zero that was written into the program: maybe an eps that 16 bits cannot hold."""
-    return jaxprs.is_literal(atom) and is_narrow(jaxprs.dtype_of(atom)) and not literal(atom).any()
+    if not jaxprs.is_literal(atom) or not is_narrow(jaxprs.dtype_of(atom)):
+        return False
+    return not jaxprs.literal(atom).any()
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -67,7 +62,7 @@ def widened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         changes: dict[str, Any] = {
             key: np.dtype(np.float32) for key in _DTYPES if is_narrow(eqn.params.get(key))
         }
-        if eqn.params.get("precision", "") is None:
+        if "precision" in eqn.params:
             changes["precision"] = jax.lax.Precision.HIGHEST
         arrays = [_as_dtype(x, np.float32) if _is_low(x) else x for x in ins]
         try:
@@ -78,13 +73,34 @@ def widened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 
 def _bound(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
-    by_numpy = _BY_NUMPY.get(eqn.primitive.name)
-    if by_numpy is not None and all(map(_is_plain, operands)) and not _is_slow(eqn, operands):
+    out = NotImplemented
+    if all(map(_is_plain, operands)) and not _is_slow(eqn, operands):
         with np.errstate(all="ignore"):
-            out = by_numpy({**eqn.params, **changes}, *map(np.asarray, operands))
-        if out is not NotImplemented:
-            return [out]
-    return jaxprs.bind(eqn, operands, **changes)
+            out = _by_numpy(eqn.primitive.name, {**eqn.params, **changes}, operands)
+    return jaxprs.bind(eqn, operands, **changes) if out is NotImplemented else [out]
+
+
+def _by_numpy(name: str, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+    """The result, or NotImplemented."""
+    arrays = [np.asarray(x) for x in operands]
+    if name in _MOVES:
+        return _MOVES[name](params, *arrays)
+    if name not in _ARITHMETIC or any(np.iscomplexobj(x) or _has_subnormal(x) for x in arrays):
+        return NotImplemented
+    out = _ARITHMETIC[name](params, *arrays)
+    return NotImplemented if out is NotImplemented or _has_subnormal(np.asarray(out)) else out
+
+
+def _has_subnormal(array: np.ndarray) -> bool:
+    """Whether XLA may take one of the numbers for zero.
+
+    The least normal number counts too: XLA has zero where bfloat16 is rounded up to it.
+    """
+    tiny = _TINY.get(array.dtype)
+    if tiny is None or not array.size:
+        return False
+    without_sign = array.view(tiny.dtype) << tiny.dtype.type(1)
+    return bool((without_sign - tiny.dtype.type(1)).min() < tiny)  # zero becomes the largest
 
 
 def _is_slow(eqn: Any, operands: Sequence[Any]) -> bool:
@@ -103,8 +119,7 @@ def _is_plain(array: Any) -> bool:
 
 def _converted(params: Any, x: np.ndarray) -> Any:
     to_float = jnp.issubdtype(params["new_dtype"], jnp.floating)
-    real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return x.astype(params["new_dtype"]) if to_float and real else NotImplemented
+    return x.astype(params["new_dtype"]) if to_float else NotImplemented
 
 
 def _broadcast(params: Any, x: np.ndarray, *sizes: Any) -> Any:
@@ -135,14 +150,22 @@ def _divided(params: Any, x: np.ndarray, y: np.ndarray) -> Any:
     return x / y if jnp.issubdtype(x.dtype, jnp.floating) else NotImplemented
 
 
+def _larger(_: Any, x: np.ndarray, y: np.ndarray) -> Any:
+    """The maximum, of two zeros the positive one as in XLA."""
+    return np.where(x == y, np.where(np.signbit(x), y, x), np.maximum(x, y))
+
+
+def _smaller(_: Any, x: np.ndarray, y: np.ndarray) -> Any:
+    return np.where(x == y, np.where(np.signbit(x), x, y), np.minimum(x, y))
+
+
 def _selected(params: Any, which: np.ndarray, *cases: np.ndarray) -> Any:
     if which.dtype != bool or len(cases) != 2:
         return NotImplemented
     return np.where(which, cases[1], cases[0])
 
 
-_BY_NUMPY: dict[str, Callable] = {
-    "convert_element_type": _converted,
+_MOVES: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
     "slice": _sliced,
@@ -150,6 +173,9 @@ _BY_NUMPY: dict[str, Callable] = {
     "squeeze": lambda params, x: np.squeeze(x, params["dimensions"]),
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
+}
+_ARITHMETIC: dict[str, Callable] = {
+    "convert_element_type": _converted,
     "add": lambda _, x, y: x + y,
     "add_any": lambda _, x, y: x + y,
     "sub": lambda _, x, y: x - y,
@@ -157,14 +183,22 @@ _BY_NUMPY: dict[str, Callable] = {
     "div": _divided,
     "neg": lambda _, x: -x,
     "abs": lambda _, x: abs(x),
-    "max": lambda _, x, y: np.maximum(x, y),
-    "min": lambda _, x, y: np.minimum(x, y),
+    "max": _larger,
+    "min": _smaller,
     "eq": lambda _, x, y: x == y,
     "ne": lambda _, x, y: x != y,
     "lt": lambda _, x, y: x < y,
     "le": lambda _, x, y: x <= y,
     "gt": lambda _, x, y: x > y,
     "ge": lambda _, x, y: x >= y,
+}
+
+
+# Twice the least normal number, as bits: the sign is shifted out.
+_TINY = {
+    np.dtype(jnp.bfloat16): np.uint16(2 << 7),
+    np.dtype(np.float32): np.uint32(2 << 23),
+    np.dtype(np.float64): np.uint64(2 << 52),
 }
 
 

@@ -3,6 +3,8 @@
 The likely ones first, and few: each is one run more, and a new `full=` pattern one trace more.
 """
 
+import dataclasses
+import functools
 import glob
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -32,8 +34,9 @@ class Remedy(NamedTuple):
     checked: str
 
 
-class Problem(NamedTuple):
-    """A run that went bad, and what is needed to try again.
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A run that went bad, what is needed to try again, and what several remedies ask of it.
 
     Attributes:
         cause: Its first cause.
@@ -42,7 +45,7 @@ class Problem(NamedTuple):
         call: The traced gradient; its argument `loss_scale` is the loss scale.
         policy: The policy.
         trace: Policy -> the gradient traced under it.
-        gradients: Range of the 16-bit values of the backward pass, in float32.
+        scale: The loss scale for the 16-bit values of the backward pass, if it has any.
     """
 
     cause: blame.Cause
@@ -51,16 +54,48 @@ class Problem(NamedTuple):
     call: Call
     policy: Policy
     trace: Callable[[Policy], Call]
-    gradients: census.Numbers | None
+    scale: census.Scale | None
 
+    @property
+    def in_float32(self) -> bool:
+        """Whether float32 has NaN or Inf at the same operation, for the same reason."""
+        record = self.cause.record
+        if record is None:
+            return True
+        also = any(other.bad for other in self.twin.records if other.key == record.key)
+        return also and self.fails_in_float32 and self.eps is None
 
-def in_float32(problem: Problem) -> bool:
-    """Whether float32 has NaN or Inf at the same operation, for the same reason."""
-    record = problem.cause.record
-    if record is None:
-        return True
-    also = any(other.bad for other in problem.twin.records if other.key == record.key)
-    return also and fails_in_float32(problem) and _eps(problem) is None
+    @functools.cached_property
+    def float32_call(self) -> Call:
+        """The gradient traced under `compute=f32`."""
+        return self.trace(self.policy.replace(compute_dtype=np.float32, full=()))
+
+    @functools.cached_property
+    def float32_policy_helps(self) -> bool:
+        """Whether all is finite under `compute=f32`, which leaves the function's own casts."""
+        call = self.float32_call
+        return _finite(run(call.program, call.arrays, observe=False))
+
+    @property
+    def fails_in_float32(self) -> bool:
+        """Neither the twin is finite nor `compute=f32`: one keeps kernels, the other own casts."""
+        return not _finite(self.twin) and not self.float32_policy_helps
+
+    @functools.cached_property
+    def own_lines(self) -> set[str]:
+        """Lines with 16-bit values when autocast makes none."""
+        return _narrow_lines(self.float32_call.program)
+
+    @functools.cached_property
+    def eps(self) -> Remedy | None:
+        """What to do if an eps was lost."""
+        return _eps(self)
+
+    @functools.cached_property
+    def lost(self) -> Record | None:
+        """The first operation behind the fault whose results have zeros that float32 has not."""
+        record = self.cause.record
+        return record and blame.lost_at(self.run, self.twin, record)
 
 
 def scale_at(call: Call) -> int:
@@ -69,13 +104,21 @@ def scale_at(call: Call) -> int:
 
 
 def find(problem: Problem) -> Remedy:
-    """The first remedy that works; the last one is to say that nothing did."""
-    tries = (_data, _eps, _loss_scale, _float32_fails, _policies, _own_casts, _line)
+    """The first remedy that works."""
+    tries = (_data, lambda p: p.eps, _loss_scale, _float32_fails, _policies, _own_casts, _line)
     for attempt in tries:
         remedy = attempt(problem)
         if remedy is not None:
             return remedy
-    return Remedy("compute=f32", "nothing smaller that was tried helped", _ran("compute=f32"))
+    return _last(problem)
+
+
+def _last(problem: Problem) -> Remedy:
+    """Float32 everywhere: by `compute=f32` alone, or else the twin, as one of them is finite."""
+    if problem.float32_policy_helps:
+        return Remedy("compute=f32", "nothing smaller that was tried helped", _ran("compute=f32"))
+    advice = "compute=f32, and leave out the casts of the function itself"
+    return Remedy("", advice, _ran("all 16-bit values held in float32"))
 
 
 def _ran(setting: str) -> str:
@@ -103,7 +146,7 @@ def _eps(problem: Problem) -> Remedy | None:
     if not _finite(run(*args, observe=False, restored=restored)):
         return None
     dtype = jaxprs.dtype_of(lost.eqn.outvars[0])
-    least = float(census.FORMATS["f16" if dtype == np.float16 else "bf16"].flush) * 2
+    least = float(census.FORMATS[census.NAMES[dtype]].flush) * 2
     advice = f"a constant that is 0 in {dtype} is added at {lost.site.where}: an eps needs float32"
     if dtype == np.float16:
         advice += f", or {least:.0e} at least"
@@ -116,11 +159,9 @@ def _loss_scale(problem: Problem) -> Remedy | None:
     reads_scale = record and any(-1 - at in makers for makers in record.ins)
     if record is None or not (record.site.phase == "backward" or reads_scale):
         return None
-    best = None
-    if problem.gradients is not None:
-        best = census.best_scale(problem.gradients, _format(problem.policy), float(scale))
     # Below 1 only by the user's own choice: what needs that has another cause.
-    tries = dict.fromkeys([max(best.loss_scale, 1.0) if best else 1.0, 1.0])
+    best = problem.scale.loss_scale if problem.scale else 1.0
+    tries = dict.fromkeys([max(best, 1.0), 1.0])
     for lower in (s for s in tries if s < float(scale)):
         arrays = list(problem.call.arrays)
         arrays[at] = np.float32(lower)
@@ -130,29 +171,13 @@ def _loss_scale(problem: Problem) -> Remedy | None:
     return None
 
 
-def _format(policy: Policy) -> str:
-    return "bf16" if policy.compute_dtype.name == "bfloat16" else "f16"
-
-
 def _float32_fails(problem: Problem) -> Remedy | None:
-    if not fails_in_float32(problem):
+    if not problem.fails_in_float32:
         return None
     cause = blame.first_cause(problem.twin, problem.call.arrays)
     where = f" at {cause.record.site.where}" if cause and cause.record else ""
     advice = "float32 fails too: a lower learning rate, or look at the data and the formula"
     return Remedy("", advice, f"in float32 the first bad operation is{where or ' the same'}")
-
-
-def fails_in_float32(problem: Problem) -> bool:
-    """Neither the twin is finite nor `compute=f32`: one keeps kernels, the other own casts."""
-    if _finite(problem.twin):
-        return False
-    call = problem.trace(_float32(problem.policy))
-    return not _finite(run(call.program, call.arrays, observe=False))
-
-
-def _float32(policy: Policy) -> Policy:
-    return policy.replace(compute_dtype=np.float32, full=())
 
 
 def _policies(problem: Problem) -> Remedy | None:
@@ -191,8 +216,7 @@ def _with_rule(policy: Policy, name: str) -> Policy:
 
 def _patterns(problem: Problem, record: Record) -> Iterator[str]:
     """The scope of the operation, of where its numbers were lost, then around, then its weights."""
-    lost = blame.lost_at(problem.run, problem.twin, record)
-    scopes = [record.site.scope, *([lost.site.scope] if lost else [])]
+    scopes = [made.site.scope for made in (record, problem.lost) if made]
     while any(scopes):
         yield from (glob.escape(scope) for scope in scopes if scope)
         scopes = [scope.rpartition("/")[0] for scope in scopes]
@@ -213,7 +237,7 @@ def _arguments(result: Run, record: Record) -> list[int]:
 
 def _own_casts(problem: Problem) -> Remedy | None:
     """What the function itself makes 16-bit: no policy can undo that."""
-    own = _own_lines(problem)
+    own = problem.own_lines
     program, arrays = problem.call.program, problem.call.arrays
     if not own or not _finite(run(program, arrays, lambda site: site.where in own, observe=False)):
         return None
@@ -225,17 +249,12 @@ def _own_casts(problem: Problem) -> Remedy | None:
     return Remedy("", f"the function itself casts to 16 bits: leave that out at {at}", checked)
 
 
-def _own_lines(problem: Problem) -> set[str]:
-    """Lines with 16-bit values when autocast makes none."""
-    return _narrow_lines(problem.trace(_float32(problem.policy)).program)
-
-
 def _line(problem: Problem) -> Remedy | None:
     record = problem.cause.record
     if record is None or not record.site.where:
         return None
     line = record.site.where.rpartition(":")[0]
-    if any(own.rpartition(":")[0] == line for own in _own_lines(problem)):
+    if any(own.rpartition(":")[0] == line for own in problem.own_lines):
         return None
     there = lambda site: site.where.rpartition(":")[0] == line  # noqa: E731
     if not _finite(run(problem.call.program, problem.call.arrays, there, observe=False)):

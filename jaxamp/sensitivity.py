@@ -104,7 +104,7 @@ def frozen(weights: Any, updates: Any, paths: Sequence[str], param_dtype: Any) -
         dtype = param_dtype if is_narrow(param_dtype) else np.asarray(weight).dtype
         w = np.asarray(weight).astype(dtype)
         moved = np.float64(on_host(w)) + np.float64(on_host(update))
-        same = moved.astype(np.float32).astype(dtype) == w
+        same = moved.astype(dtype) == w
         nonzero = on_host(update) != 0
         share = np.count_nonzero(same & nonzero) / max(np.count_nonzero(nonzero), 1)
         found.append(Frozen(path, np.dtype(dtype).name, share))

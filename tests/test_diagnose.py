@@ -1,7 +1,10 @@
 """Planted faults: each is found at its line, and the remedy is one that was tried out."""
 
+import functools
+import importlib
 import inspect
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxamp
+from jaxamp import blame
 
+diagnose = importlib.import_module("jaxamp.diagnose")  # the package has the function of that name
 F16 = "compute=f16"
 
 
@@ -319,6 +324,64 @@ def test_a_line_without_scopes_is_kept_in_float32():
         return jnp.mean(y * 7e4 * y)
 
     assert jaxamp.diagnose(in_full_precision, F16)(*args).fault is None
+
+
+def test_compute_f32_is_advised_only_where_it_was_run_and_helped():
+    def loss(w, x):
+        y = (x @ w) @ w @ w * 1e-5  # over 65504 by policy
+        z = (jnp.sum(w) * 7e4).astype(jnp.float16).astype(jnp.float32) * 1e-9  # and by hand
+        return jnp.mean(y) + z
+
+    args = ones(4, 4, value=100.0), ones(2, 4)
+    assert not np.isfinite(jaxamp.diagnose(loss, "compute=f32")(*args).loss)
+    remedy = fault_of(loss, *args).remedy
+    assert remedy.setting == "" and "leave out the casts of the function" in remedy.advice
+    assert remedy.checked.startswith("with all 16-bit values held in float32 the loss")
+
+    def two(w, x):  # two operations of which any remedy but this one repairs one
+        y = lax.conv(lax.conv(x["image"], w["conv"], (1, 1), "SAME"), w["conv"], (1, 1), "SAME")
+        z = x["rows"] @ w["dot"] @ w["dot"]
+        return jnp.mean(y) * 1e-9 + jnp.mean(z) * 1e-9
+
+    large = functools.partial(ones, value=300.0)
+    w = {"conv": large(1, 1, 3, 3), "dot": large(4, 4)}
+    remedy = fault_of(two, w, {"image": large(1, 1, 4, 4), "rows": large(2, 4)}).remedy
+    assert remedy.setting == "compute=f32" and "with compute=f32 the loss" in remedy.checked
+
+
+def test_a_fault_traces_float32_once(monkeypatch):
+    def loss(w, x):
+        y = (x @ w).astype(jnp.float16)
+        y = y * lax.rsqrt((y * y).mean(-1, keepdims=True))
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    spies = {}
+    for name in ("_scaled_gradient", "lost_at", "lost_eps"):
+        module = diagnose if name == "_scaled_gradient" else blame
+        spies[name] = mock.Mock(side_effect=getattr(module, name))
+        monkeypatch.setattr(module, name, spies[name])
+    fault = fault_of(loss, ones(4, 4), ones(2, 4, value=1e-5))
+    assert "casts to 16 bits" in fault.remedy.advice
+    policies = [str(call.args[1].compute_dtype) for call in spies["_scaled_gradient"].mock_calls]
+    assert policies.count("float32") == 1
+    assert spies["lost_at"].call_count == spies["lost_eps"].call_count == 1
+
+
+def test_a_pole_is_one_of_the_numbers_that_went_bad():
+    def divided(w, x):
+        y = jnp.where(jnp.arange(4)[None] == 3, jnp.inf, x @ w).astype(jnp.float16)
+        y = y / jnp.float16([[1e-7, 1, 1, 0]])  # here
+        return jnp.max(y.astype(jnp.float32)[:, :3])
+
+    fault = fault_of(divided, ones(4, 4), ones(2, 4))
+    assert at(fault, divided) and (fault.kind, fault.primitive) == ("overflow", "div")
+
+    def powered(w, x):
+        low = (x @ w).astype(jnp.float16) * jnp.float16([[100, 0, 1, 1]])
+        return jnp.sum((low ** jnp.float16([[9, 2, 1, 1]])).astype(jnp.float32))
+
+    fault = fault_of(powered, ones(4, 4), ones(2, 4))
+    assert (fault.kind, fault.primitive) == ("overflow", "pow")
 
 
 def test_a_program_that_is_not_entered_has_its_float32_by_policy():

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxamp
+from jaxamp import jaxprs, operate, sensitivity
 from train import model
 from train.config import ModelConfig
 
@@ -93,7 +94,9 @@ def test_healthy_functions_raise_no_alarm(make, policy):
     fun, args = make()
     found = jaxamp.diagnose(fun, policy)(*args, loss_scale=8.0)
     assert found.fault is None and "all gradients are finite" in str(found)
-    assert 0 < found.error < 0.1
+    # At most forty roundings in a row, each of u at most, in random directions: sqrt(40) u.
+    u = 2**-11 if policy == "compute=f16" else 2**-8
+    assert 0 < found.error < 6.3 * u
     assert found.contributions[0].error_without < found.error
 
 
@@ -104,11 +107,12 @@ def test_loss_and_error_are_those_of_the_compiled_step(make):
     options = {"xla_allow_excess_precision": False}
     step = jax.jit(jaxamp.value_and_grad(fun, "compute=bf16"), compiler_options=options)
     loss, grads = step(*args)
-    np.testing.assert_allclose(found.loss, loss, rtol=1e-3)
+    np.testing.assert_allclose(found.loss, loss, rtol=1e-6)  # float32 sums in another order
     exact = jax.tree.leaves(jax.jit(jax.grad(fun))(*args))
     pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
     error = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))
     error /= np.sqrt(sum(np.sum(b**2) for _, b in pairs))
+    # After a sum in another order one number of the hundred or so may be rounded the other way.
     np.testing.assert_allclose(found.error, error, rtol=0.05)
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -131,9 +135,9 @@ def test_the_scope_that_makes_the_error_comes_first():
     w = {"fine": jnp.eye(8), "coarse": normal(1, 8, 8)}
     found = jaxamp.diagnose(loss, "compute=bf16")(w, x)
     assert found.contributions[0].scope == "coarse"
-    assert found.contributions[0].removed > 0.5
+    assert found.contributions[0].removed > 0.5  # what stays: "fine" rounds the way back too
     full = jaxamp.diagnose(loss, "compute=bf16,full=coarse")(w, x)
-    np.testing.assert_allclose(full.error, found.contributions[0].error_without, rtol=0.3)
+    np.testing.assert_allclose(full.error, found.contributions[0].error_without, rtol=1e-6)
     lines = [line for line in str(found).splitlines() if line.startswith("coarse")]
     assert len(lines) == 1 and lines[0].endswith("%")
 
@@ -166,6 +170,55 @@ def test_ranges_of_weights_activations_and_gradients():
     table = found.to_dict()["scopes"]
     assert {"weight", "activation", "gradient"} == {row["role"] for row in table}
     assert "f16 flush/sub/over" in str(found)
+
+
+def test_each_use_of_a_jitted_function_has_its_own_range():
+    def loss(w, x):
+        for name in "abcd":  # jax.nn.relu is a jit, whose program all uses share
+            with jax.named_scope(name):
+                x = jax.nn.relu(x @ w)
+        return jnp.mean(x)
+
+    found = jaxamp.diagnose(loss, "compute=bf16")(4 * jnp.eye(4), jnp.ones((2, 4)))
+    relus = [t for t in found.tensors if t.name == "max"]
+    assert [t.scope for t in relus] == list("abcd")
+    assert [t.numbers.exponent_range for t in relus] == [(2, 2), (4, 4), (6, 6), (8, 8)]
+
+
+def test_gradients_that_are_float16_by_hand_are_judged_as_float16():
+    def loss(w, x):
+        h = (x @ w).astype(jnp.float16)
+        return jnp.sum((h * h).astype(jnp.float32)) * 2.0**-26
+
+    args = jnp.eye(4), jnp.ones((2, 4))
+    found = jaxamp.diagnose(loss, "compute=bf16")(*args)
+    assert found.scale == jaxamp.diagnose(loss, "compute=f16")(*args).scale
+    assert found.scale.loss_scale == 4 and found.scale.flushed_now > found.scale.flushed == 0
+
+
+def test_float32_matmuls_have_the_users_precision(monkeypatch):
+    def loss(w, x):
+        return jnp.mean((x @ w["wide"]) @ w["narrow"])
+
+    seen, bind = [], jaxprs.bind
+
+    def watched(eqn, operands, **changes):
+        if eqn.primitive.name == "dot_general":
+            seen.append({**eqn.params, **changes}["precision"])
+        return bind(eqn, operands, **changes)
+
+    w = {"wide": jnp.eye(4), "narrow": jnp.eye(4)}
+    highest = (lax.Precision.HIGHEST,) * 2
+    with jax.default_matmul_precision("highest"):
+        monkeypatch.setattr(jaxprs, "bind", watched)
+        jaxamp.diagnose(loss, "compute=f32")(w, jnp.ones((2, 4)))
+    assert seen and set(seen) <= {highest, lax.Precision.HIGHEST}
+
+
+def test_the_twin_has_highest_precision_whatever_the_program_has(monkeypatch):
+    (eqn,) = jax.make_jaxpr(lambda x: lax.dot(x, x, precision="default"))(jnp.eye(2)).eqns
+    monkeypatch.setattr(jaxprs, "bind", lambda eqn, operands, **changes: [changes["precision"]])
+    assert operate.widened(eqn, [np.eye(2, dtype=np.float32)] * 2) == [lax.Precision.HIGHEST]
 
 
 def test_gradients_that_vanish_and_the_scale_that_rescues_them():
@@ -204,12 +257,18 @@ def test_frozen_weights():
         in_float32(floats, jnp.ones((2, 4)), updates=updates["a"])
 
 
+def test_an_update_of_a_float64_weight_is_added_in_float64():
+    weight, update = np.float64([1.0, 1.0]), np.float64([1e-10, 1e-17])
+    (found,) = sensitivity.frozen(weight, update, ["w"], np.dtype(np.float32))
+    assert found == sensitivity.Frozen("w", "float64", 0.5)
+
+
 def test_argnums_keywords_keys_and_loss_scale_objects():
     def loss(x, w, *, key, flag, zeros):
         h = x @ w if flag else x + zeros
         return jnp.mean(h * jax.random.bernoulli(key, 0.5, h.shape))
 
-    diagnosed = jaxamp.diagnose(loss, "compute=f16", argnums=(0, 1))
+    diagnosed = jaxamp.diagnose(loss, "compute=f16", argnums=(0, -1))
     scale = jaxamp.DynamicLossScale(2.0**10)
     found = diagnosed(
         normal(0, 2, 4),
@@ -221,6 +280,8 @@ def test_argnums_keywords_keys_and_loss_scale_objects():
     )
     assert found.fault is None and found.loss_scale == 1024
     assert [t.name for t in found.tensors if t.role == "weight"] == ["x", "w"]
+    last = jaxamp.diagnose(lambda x, w: jnp.sum(x * w), "compute=f16", argnums=-1)
+    assert [t.name for t in last(jnp.ones(2), 3.0).tensors if t.role == "weight"] == ["w"]
 
 
 def test_a_fault_reads_as_text():
