@@ -195,7 +195,8 @@ def _emit_scan(step: Step, operands: list[Any], mode: str) -> list[Any]:
         operands[num_consts : num_consts + num_carry], step, carry, plan
     )
     outs = (*carry, *plan.outs[num_carry:])
-    mode = residuals.ROUND if mode == residuals.SEGMENTS else mode
+    if mode == residuals.SEGMENTS and step.eqn.params["unroll"] == 1:
+        mode = residuals.ROUND
     return jaxprs.bind(step.eqn, operands, jaxpr=_retraced(plan, mode, outs))
 
 

@@ -21,7 +21,7 @@ from jaxamp.rules import is_elementwise
 # How a program is emitted.
 PLAIN = "plain"  # as it is
 SEGMENTS = "segments"  # segments without a user's checkpoint are wrapped
-ROUND = "round"  # the same, in the body of a loop
+ROUND = "round"  # the same, in the body of a loop that is compiled one round at a time
 NAMED = "named"  # inside such a segment: what is worth saving gets the name
 
 _NAME = "jaxamp_saved"

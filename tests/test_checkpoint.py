@@ -169,6 +169,12 @@ def test_another_run_is_refused(tmp_path, config, fingerprint, vocab_size, words
     assert "\n" not in str(error.value)
 
 
+def test_how_the_layers_are_run_may_change(tmp_path):
+    save(tmp_path, 3)
+    model = CONFIG.model.model_copy(update={"remat": "dots", "scan_layers": True})
+    assert int(restore(tmp_path, CONFIG.model_copy(update={"model": model})).state.step) == 3
+
+
 @pytest.mark.slow
 def test_one_flipped_bit_in_any_file_is_seen(tmp_path):
     """The state that comes back is the written one or the one before; never a third."""

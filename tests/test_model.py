@@ -7,6 +7,7 @@ sums of up to 128 terms count as at most sqrt(128) = 11 more each.
 
 import functools
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -205,11 +206,36 @@ def test_scan_equals_a_loop_over_layers(seed):
 
 def test_the_program_does_not_grow_with_depth():
     def equations(n_layers):
-        config = SMALL.model_copy(update={"n_layers": n_layers, "dropout": 0.1})
+        update = {"n_layers": n_layers, "dropout": 0.1, "scan_layers": True}
+        config = SMALL.model_copy(update=update)
         args = *made(config), some_tokens(), jax.random.key(1)
         return loss_and_grads.lower(*args).as_text().count("\n")
 
     assert equations(2) == equations(12)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_layers_are_the_same_in_a_loop_and_one_by_one(remat):
+    """Float32 sums in another order, forward and backward."""
+    found = []
+    for scan_layers in (True, False):
+        config = SMALL.model_copy(update={"scan_layers": scan_layers, "remat": remat})
+        args = *made(config), some_tokens()
+        found.append(jax.tree.leaves(loss_and_grads(*args)))
+        barriers = loss_and_grads.lower(*args).as_text().count("optimization_barrier")
+        # XLA would merge what a layer recomputes with what it computed.
+        assert bool(barriers) == (remat != "none" and not scan_layers)
+    for one, other in zip(*found, strict=True):
+        tolerance = 2 * TOLERANCE[jnp.float32] * float(jnp.abs(one).max())
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+
+
+def test_without_a_say_layers_are_looped_over_but_on_a_cpu(monkeypatch):
+    of = lambda **update: model.layers_at_once(SMALL.model_copy(update=update))  # noqa: E731
+    assert of() == of(scan_layers=False) == SMALL.n_layers
+    assert of(scan_layers=True) == of(remat="islands") == of(remat="dots") == 1
+    monkeypatch.setattr(model, "target_device", lambda: mock.Mock(platform="tpu"))
+    assert of() == 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)

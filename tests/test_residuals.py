@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jaxpr_search import equations
 
 import jaxamp
 
@@ -70,6 +71,19 @@ def test_float32_islands_are_not_saved(scan):
     # One number per row, and in the scan the residual stream between its rounds.
     assert compute["float32"] - arguments < (activation if scan else activation / 2)
     assert compute["bfloat16"] < plain["bfloat16"] / 2  # what the matmuls read and gave
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 3])
+def test_xla_may_merge_what_is_recomputed_only_across_rounds(unroll):
+    def loss(ws, x):
+        return jnp.sum(lax.scan(lambda x, w: (block(x, w), None), x, ws, unroll=unroll)[0])
+
+    x, ws = problem()
+    program = jax.make_jaxpr(jaxamp.autocast(loss, COMPUTE))(ws, x)
+    (scan,) = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    inside = [eqn.params for eqn in equations(scan.params["jaxpr"])]
+    merged = [not params["prevent_cse"] for params in inside if "prevent_cse" in params]
+    assert merged and set(merged) == {unroll == 1}
 
 
 def test_a_users_checkpoint_is_respected():

@@ -51,6 +51,9 @@ class ModelConfig(_Frozen):
     remat: Remat = "none"
     """What the backward pass recomputes: dots all but the results of matmuls, full each whole
     layer, islands what autocast keeps in float32."""
+    scan_layers: bool | None = None
+    """Whether the layers are compiled once and run in a loop. Each by itself compiles longer and
+    leaves XLA more to fuse; None: no loop on a CPU with remat none, else a loop."""
 
     @property
     def feed_forward_size(self) -> int:

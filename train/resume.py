@@ -14,7 +14,7 @@ def refuse_other_run(
     step: int, saved: Config, meta: dict, config: Config, vocab_size: int, fingerprint: str
 ) -> None:
     """Raises `CheckpointError` where model, data, batch size or seed are not those of `saved`."""
-    free = {"dropout", "attention", "vocab_size"}
+    free = {"dropout", "attention", "remat", "scan_layers", "vocab_size"}
     was = saved.model.model_dump(exclude=free) | {"vocab_size": meta["vocab_size"]}
     now = config.model.model_dump(exclude=free) | {"vocab_size": vocab_size}
     other = [f"model.{k} was {was[k]} and is {now[k]}" for k in now if was[k] != now[k]]

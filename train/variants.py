@@ -58,13 +58,17 @@ class Layers(NamedTuple):
     unroll: bool = False
     remat: bool = False
 
-    def run(self, layer: Callable, x: jax.Array, params: Any) -> jax.Array:
-        """`x = layer(x, p)` for each `p` of params that are stacked along their first axis."""
+    def run(self, layer: Callable, x: jax.Array, params: Any, at_once: int = 1) -> jax.Array:
+        """`x = layer(x, p)` for each `p` of params that are stacked along their first axis.
+
+        `at_once` of them are one round of the scan; one is, where there is something to recompute.
+        """
         if self.remat:
             save = jax.checkpoint_policies.dots_saveable
             layer = jax.checkpoint(layer, policy=save, prevent_cse=self.unroll)
         if not self.unroll:
-            return jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)[0]
+            at_once = 1 if self.remat else at_once
+            return jax.lax.scan(lambda x, p: (layer(x, p), None), x, params, unroll=at_once)[0]
         for k in range(jax.tree.leaves(params)[0].shape[0]):
             x = layer(x, jax.tree.map(lambda leaf, k=k: leaf[k], params))
         return x
@@ -211,7 +215,7 @@ def forward(
         y_BxTxE = _norm(config, layer["feed_forward_norm"], x_BxTxE, how)
         return x_BxTxE + _feed_forward(layer["feed_forward"], y_BxTxE, how)
 
-    x_BxTxE = layers.run(block, x_BxTxE, params["blocks"])
+    x_BxTxE = layers.run(block, x_BxTxE, params["blocks"], model.layers_at_once(config))
     x_BxTxE = _norm(config, params["norm"], x_BxTxE, how)
     head_ExV = table_VxE.T if config.tie_embeddings else params["head"]["kernel"]
     return how.dot("bte,ev->btv", x_BxTxE, head_ExV)

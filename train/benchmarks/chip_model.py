@@ -26,6 +26,7 @@ class Chip:
         """
         sizes = {name: getattr(self, name) for name in ("n_layers", "d_model", "n_heads")}
         sizes |= {"vocab_size": self.vocab_size, "n_kv_heads": None, "d_ff": None}
+        sizes |= {"scan_layers": True}
         return config.model_copy(
             update={
                 "batch_size": self.batch_size,
