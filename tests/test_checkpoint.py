@@ -11,7 +11,7 @@ import pytest
 from small_run import checkpoints
 
 import jaxamp
-from train.checkpoint import Checkpointer, CheckpointError, checksum, load_params
+from train.checkpoint import Checkpointer, CheckpointError, checksum, load
 from train.config import Config, ModelConfig
 from train.step import init_state
 
@@ -260,13 +260,13 @@ def test_checksum_sees_every_bit(seed):
     assert int(checksum({**tree, "f": tree["f"].copy()})) == before
 
 
-def test_load_params(tmp_path):
+def test_load(tmp_path):
     states = save(tmp_path, 3)
-    config, vocab_size, params, step = load_params(tmp_path)
-    assert_same_bits(params, states[3].params)
-    assert (config, vocab_size, step) == (CONFIG, VOCAB, 3)
+    step, config, meta, state = load(tmp_path)
+    assert_same_bits(state, states[3])
+    assert (config, meta["vocab_size"], step) == (CONFIG, VOCAB, 3)
     with pytest.raises(CheckpointError, match="no checkpoints there"):
-        load_params(tmp_path / "nowhere")
+        load(tmp_path / "nowhere")
 
 
 def test_description_is_readable_by_people(tmp_path):

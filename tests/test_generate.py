@@ -13,6 +13,8 @@ from train import generate as generate_module
 from train import model
 from train.config import Config, ModelConfig
 from train.generate import generate, main
+from train.resume import Saved
+from train.step import TrainState
 
 VOCAB = 257
 CONFIG = ModelConfig(n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, tie_embeddings=False)
@@ -142,8 +144,9 @@ def test_bad_input_is_refused(wrong, message):
 def a_run(monkeypatch):
     """A run that is nowhere on disk; train.checkpoint has its own tests."""
     config = Config(model=CONFIG, policy="float32")
-    loaded = config, VOCAB, made()[1], 7
-    monkeypatch.setattr(generate_module, "load_params", lambda run: loaded)
+    state = TrainState(jnp.int32(7), made()[1], None, jnp.zeros(2, jnp.uint32))
+    loaded = Saved(7, config, {"vocab_size": VOCAB}, state)
+    monkeypatch.setattr(generate_module, "load", lambda run: loaded)
 
 
 @pytest.mark.parametrize(

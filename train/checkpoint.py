@@ -7,6 +7,7 @@ see is a bit that flipped on the disk: most of them come back as a wrong number 
 So the sum of all bits is written beside the state and compared after reading.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -16,7 +17,6 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from train.distributed import is_writer, others_failed
 from train.keep import NewestAndBest
 from train.mesh import make_mesh, placed
 from train.parse import load_json
-from train.resume import CheckpointError, convert, refuse_other_run
+from train.resume import CheckpointError, Saved, convert, refuse_other_run
 from train.step import TrainState, init_state
 
 FORMAT = 1
@@ -143,18 +143,16 @@ class Checkpointer:
             raise CheckpointError(f"{self._directory}: every checkpoint is damaged; {notes[0]}")
         return None
 
-    def load_params(self) -> tuple[Config, int, Any, int]:
-        """Config, vocabulary size, params and step of the newest whole checkpoint.
+    def load(self) -> Saved:
+        """The newest whole checkpoint.
 
         Raises:
             CheckpointError: there is none.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
+            with contextlib.suppress(Damaged):
                 meta, state = self._read(step)
-            except Damaged:
-                continue
-            return _config_of(step, meta), meta["vocab_size"], state.params, step
+                return Saved(step, _config_of(step, meta), meta, state)
         raise CheckpointError(f"{self._directory}: no whole checkpoint")
 
     def _read_meta(self, step: int) -> dict:
@@ -195,7 +193,7 @@ class Checkpointer:
             multihost_utils.sync_global_devices("damaged checkpoints are set aside")
             self._manager.reload()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _one_line(self) -> Iterator[None]:
         try:
             yield
@@ -220,7 +218,7 @@ class Damaged(Exception):
     """This checkpoint cannot be read; there may be another."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_damage() -> Iterator[None]:
     """Turns any error of reading into `Damaged`, and keeps orbax's other voices quiet."""
     message = None
@@ -284,8 +282,8 @@ def _config_of(step: int, meta: dict) -> Config:
     return load_json(meta["config"], f"the config in checkpoint {step}")
 
 
-def load_params(workdir: Path) -> tuple[Config, int, Any, int]:
-    """Config, vocabulary size, params and step of the newest whole checkpoint of a run.
+def load(workdir: Path) -> Saved:
+    """The newest whole checkpoint of a run, on one device; nothing on the disk is changed.
 
     Raises:
         CheckpointError: no run is there, or it has no whole checkpoint.
@@ -294,6 +292,6 @@ def load_params(workdir: Path) -> tuple[Config, int, Any, int]:
         raise CheckpointError(f"{workdir}: no checkpoints there; give the directory of a run")
     checkpointer = Checkpointer(workdir, keep=None)
     try:
-        return checkpointer.load_params()
+        return checkpointer.load()
     finally:
         checkpointer.close()

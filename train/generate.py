@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 import jaxamp
 from train import model
-from train.checkpoint import load_params
+from train.checkpoint import load
 from train.config import ModelConfig
 from train.parse import parse_flags
 from train.tokenizer import Tokenizer, load_tokenizer
@@ -54,10 +54,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _text(options: Options) -> str:
     _check(options.num_tokens, options.temperature, options.top_k)
-    config, vocab_size, params, _ = load_params(options.run)
+    _, config, meta, state = load(options.run)
     # Only the structure: the parameters are those of the checkpoint.
     graphdef, _ = jax.eval_shape(
-        functools.partial(model.create, config.model, vocab_size), jax.random.key(0)
+        functools.partial(model.create, config.model, meta["vocab_size"]), jax.random.key(0)
     )
     if config.data.tokenizer is None and str(config.data.path).endswith((".bin", ".npy")):
         raise ValueError(
@@ -68,7 +68,7 @@ def _text(options: Options) -> str:
     prompt_ids = encode_prompt(tokenizer, options.prompt)
     ids = generate(
         graphdef,
-        params,
+        state.params,
         config.model,
         prompt_ids,
         options.num_tokens,

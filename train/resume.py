@@ -1,5 +1,7 @@
 """Whether a run may go on from a checkpoint, and what a change of precision does to its state."""
 
+from typing import NamedTuple
+
 import jaxamp
 from train.config import Config
 from train.exits import InputError
@@ -8,6 +10,15 @@ from train.step import TrainState
 
 class CheckpointError(InputError):
     """A checkpoint that cannot be written or used, in one line for the user."""
+
+
+class Saved(NamedTuple):
+    """A checkpoint as it was written; `meta` is what lies beside the state."""
+
+    step: int
+    config: Config
+    meta: dict
+    state: TrainState
 
 
 def refuse_other_run(
