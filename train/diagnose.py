@@ -17,7 +17,7 @@ from train.config import Config, ConfigError
 from train.enquiry.bisect import Bisection, bisect
 from train.enquiry.case import Case, CaseError, newest_incident, of_config, of_run
 from train.enquiry.evidence import Evidence
-from train.enquiry.finding import Finding
+from train.enquiry.finding import Finding, ok
 from train.enquiry.questions import enquire, verdict
 from train.enquiry.trial import counted
 from train.exits import exit_code
@@ -67,12 +67,11 @@ class Diagnosed(NamedTuple):
     steps: float | None
 
     @property
-    def sentences(self) -> list[str]:
-        """The verdict: what it is, and what to do."""
-        found = verdict(self.findings)
-        if found is None:
-            return ["nothing found: this step is in order, in data, weights and precision"]
-        return [f"{found.status}: {found.text}", *([found.advice] if found.advice else [])]
+    def verdict(self) -> Finding:
+        """The line that explains the step, or one that says that nothing was found."""
+        return verdict(self.findings) or ok(
+            "nothing found: data, weights and precision are in order"
+        )
 
     @property
     def cost(self) -> str:
@@ -85,7 +84,7 @@ class Diagnosed(NamedTuple):
             "policy": str(self.case.policy),
             "step": self.case.step,
             "notes": list(self.case.notes),
-            "verdict": self.sentences,
+            "verdict": self.verdict.to_dict(),
             "findings": [found.to_dict() for found in self.findings],
             "bisection": self.bisection and self.bisection._asdict(),
             "diagnosis": self.diagnosis and self.diagnosis.to_dict(),
@@ -134,7 +133,10 @@ def diagnosed(case: Case, bisects: bool = False, target_error: float | None = No
     # Where the first lines had the cause it was not run, and the page does without.
     diagnosis = evidence.__dict__.get("diagnosis")
     result = Diagnosed(case, findings, diagnosis, bisection, seconds, steps)
-    print("\n" + "\n".join([*result.sentences, f"cost: {result.cost}"]))
+    print(f"\n{result.verdict.status}: {result.verdict.text}")
+    if result.verdict.advice:
+        print(result.verdict.advice)
+    print(f"cost: {result.cost}")
     return result
 
 

@@ -149,9 +149,8 @@ def one_operation(case: Case, evidence: Evidence) -> Finding:
 def _fault(case: Case, evidence: Evidence, fault: Fault) -> Finding:
     shown, remedy = tuple(str(fault).splitlines()), fault.remedy
     scope = f" in scope {fault.scope}" if fault.scope else ""
-    text = (
-        f"{fault.kind} of {fault.primitive or 'a constant'}{scope}, at {fault.where or 'no line'}"
-    )
+    made = f"made by {fault.primitive or 'a constant'} at {fault.where or 'no line'}"
+    text = f"{fault.kind}{scope}, {made}"
     if remedy.setting.startswith("loss_scale="):
         return Finding("suspect", text, shown, "lower the loss scale: see above")
     setting = f"{policy_flag(case.policy, remedy.setting)}: " if remedy.setting else ""

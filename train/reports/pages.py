@@ -4,6 +4,7 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -12,7 +13,7 @@ from train.reports.chart_style import GENERATOR, Chart
 from train.reports.results import Results
 from train.reports.verdict import Verdict
 
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,8 @@ class Section:
 
 def html(sections: Sequence[Section], title: str, command: str, tolerance: float) -> str:
     """The whole page; pictures lie in it."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["data_uri"] = _data_uri
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
+    return render(
+        "report.html.jinja",
         sections=sections,
         title=title,
         command=command,
@@ -44,6 +41,17 @@ def html(sections: Sequence[Section], title: str, command: str, tolerance: float
         generator=GENERATOR,
         tables=tables,
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of this directory, with the style that all of them have."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["data_uri"] = _data_uri
+    text = (HERE / template).read_text(encoding="utf-8")
+    style = (HERE / "page.css").read_text(encoding="utf-8")
+    return environment.from_string(text).render(style=style, **values)
 
 
 def _data_uri(svg: bytes) -> str:

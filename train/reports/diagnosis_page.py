@@ -1,0 +1,54 @@
+"""What `train.diagnose` found, as one file that needs nothing else to be read."""
+
+import jaxamp
+from train.diagnose import Diagnosed
+from train.reports.pages import render
+from train.reports.range_chart import range_charts
+
+
+def html(result: Diagnosed, command: str) -> str:
+    """The whole page; pictures lie in it."""
+    diagnosis = result.diagnosis
+    return render(
+        "diagnosis.html.jinja",
+        title=f"Diagnosis of step {result.case.step}",
+        result=result,
+        found=result.verdict,
+        charts=range_charts(diagnosis) if diagnosis else [],
+        tables=_tables(diagnosis) if diagnosis else {},
+        command=command,
+    )
+
+
+def _tables(diagnosis: jaxamp.Diagnosis) -> dict[str, list[tuple[str, ...]]]:
+    """By heading; the first row is that of the columns."""
+    found = {"Range by scope, and what a cast would lose": _ranges(diagnosis)}
+    if diagnosis.contributions:
+        rows = [
+            (one.scope, f"{one.error_without:.3g}", f"{one.removed:.0%}")
+            for one in diagnosis.contributions
+        ]
+        head = ("held in float32", "gradient error left", "takes away")
+        found[f"What makes the gradient error of {diagnosis.error:.3g}"] = [head, *rows]
+    if diagnosis.frozen:
+        rows = [(one.path, one.dtype, f"{one.share:.1%}") for one in diagnosis.frozen]
+        found["Weights that do not move"] = [("weight", "dtype", "updates lost to rounding"), *rows]
+    return found
+
+
+def _ranges(diagnosis: jaxamp.Diagnosis) -> list[tuple[str, ...]]:
+    scopes = diagnosis.by_scope()
+    formats = list(scopes[0].numbers.casts)
+    rows = [("range of", "scope", "held in", "exponents", "zero")]
+    rows[0] += tuple(f"{name}: flushed, subnormal, overflowing" for name in formats)
+    for one in scopes:
+        numbers, ends = one.numbers, one.numbers.exponent_range
+        between = f"{ends[0]} to {ends[1]}" if ends else "none"
+        casts = (", ".join(map(_share, shares.values())) for shares in numbers.shares().values())
+        zero = _share(numbers.zeros / max(numbers.size, 1))
+        rows.append((one.role, one.scope, one.dtype.replace("|", ", "), between, zero, *casts))
+    return rows
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %" if share else "0"
