@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 
 from train.checkpoint import Checkpointer, load
@@ -16,6 +17,18 @@ def plant(run, workdir, change):
         shutil.copy(run / name, workdir / name)
     _save(workdir, saved, change(saved.state))
     return workdir
+
+
+def scaled(*path, by):
+    """A change of one array of the parameters."""
+
+    def change(state):
+        params = jax.tree_util.tree_map_with_path(
+            lambda at, x: x * by if tuple(key.key for key in at) == path else x, state.params
+        )
+        return state._replace(params=params)
+
+    return change
 
 
 def incident(run, batch, parts=1, kind="nan"):

@@ -164,6 +164,8 @@ def _options(args: Sequence[str]) -> tuple[Options, list[str]]:
     for flag, path in (("--report", found.report), ("--json", found.json)):
         if path is not None and path.exists():
             raise ConfigError(f"{flag} {path}: is there already; name another file")
+    if found.report is not None and found.report == found.json:
+        raise ConfigError(f"--json {found.json}: is the file of --report; name another one")
     return Options(run, found.bisect, found.target_error, found.report, found.json), rest
 
 

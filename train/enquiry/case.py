@@ -192,7 +192,7 @@ def _batch(path: Path) -> Batch:
 
 def _rows(file: Path) -> Batch:
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in ("tokens", "labels")}
     except Exception as error:  # whatever zip files and numpy raise
         raise CaseError(f"{file}: damaged ({_first_line(error)}); give another incident") from None
