@@ -1,10 +1,11 @@
-"""Debian's chromium by its debugging pipe: opens a file at the size of a phone or a desktop."""
+"""Pages as chromium shows them, by its debugging pipe, and as they are written."""
 
 import itertools
 import json
 import os
 import shutil
 import subprocess
+from html.parser import HTMLParser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -101,3 +102,18 @@ class Browser:
             assert byte, "chromium has gone away"
             parts += byte
         return json.loads(parts)
+
+
+class Page(HTMLParser):
+    """The tags of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]

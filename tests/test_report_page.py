@@ -2,11 +2,10 @@
 
 import base64
 import re
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Browser, Page
 from synthetic_runs import write
 
 from train.report import write_report
@@ -34,21 +33,6 @@ def written(tmp_path_factory):
     ]
     write_report([Comparison("Runs", runs)], root / "report", "command", 0.02)
     return root / "report"
-
-
-class Page(HTMLParser):
-    """The tags of a page."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.tags if name == tag]
 
 
 def test_the_verdict_comes_first(written):

@@ -72,7 +72,7 @@ def test_what_is_printed():
         "float32 is needed in head",
         "--policy 'compute=f16,full=head'",
         "checked: with it it is",
-        "6 sets were run, of 40 at most; none of them can be left out",
+        "6 sets were run, of 30 at most; none of them can be left out",
     ]
     none = str(Bisection("g", "bad", None, None, "bad", True, 2))
     assert "no set is enough: with all scopes in float32 bad" in none
@@ -87,7 +87,7 @@ def test_the_error_is_brought_to_the_target(tmp_path, monkeypatch):
     evidence = Evidence(case)
     own = error(*map(jax.tree.leaves, (evidence.gradient.grads, evidence.gradient32.grads)))
     found = bisect(case, evidence, 0.9 * own)
-    assert found.minimal and found.patterns and found.tries <= 40
+    assert found.minimal and found.patterns and found.tries <= 30
 
     def error_with(patterns):
         gradient = gradient_fn(case, policy.replace(full=tuple(patterns)))

@@ -147,20 +147,13 @@ def _place(evidence: Evidence) -> list[str]:
 
 def learning_rate(case: Case, evidence: Evidence) -> Finding:
     """Whether a lower learning rate is stable where this one is not."""
-    peak, clip = case.config.optimizer.learning_rate, case.config.optimizer.max_grad_norm
+    peak = case.config.optimizer.learning_rate
     shown = [f"peak of the schedule {peak:g}"]
     ratios = update_ratios(case.state.params, evidence.updates)
     if ratios:
         named = ", ".join(f"{name} {ratio:.2g}" for name, ratio in ratios.items())
         shown.append(f"norm of the next update over that of its weights: {named}")
-    norms = case.series.get("train/grad_norm")
-    if norms is not None:
-        last = norms.values[-100:]
-        clipped = np.count_nonzero(~(last <= clip)) / len(last)
-        shown.append(
-            f"gradient norm over the last {len(last)} steps: median {np.median(last):.3g}, most "
-            f"{last.max():.3g}; {clipped:.0%} of them clipped to {clip:g}"
-        )
+    shown += _norms(case)
     if evidence.stable_rate is not None:
         anew, rate = evidence.stable_rate
         shown += _shown(evidence.unstable[anew], anew)
@@ -177,9 +170,25 @@ def learning_rate(case: Case, evidence: Evidence) -> Finding:
     if evidence.trained(False) is None:
         return not_checked("there are no batches to train on")
     if max(ratios.values(), default=0) > LARGE_UPDATE:
-        text = "the next update is large beside its weights, though a few steps are stable"
+        text = "the next update is large beside its weights"
         return Finding("suspect", text, tuple(shown), "try a lower --optimizer.learning-rate")
     return ok("the learning rate is not to blame", *shown)
+
+
+def _norms(case: Case) -> list[str]:
+    """What the run wrote of the gradients beside the clip."""
+    norms, clip = case.series.get("train/grad_norm"), case.config.optimizer.max_grad_norm
+    if norms is None:
+        return []
+    last = norms.values[-100:]
+    finite = last[np.isfinite(last)]
+    if not len(finite):
+        return [f"no gradient norm of the last {len(last)} steps is finite"]
+    return [
+        f"gradient norm over the last {len(last)} steps: finite in {len(finite)}, median "
+        f"{np.median(finite):.3g}, most {finite.max():.3g}; {np.mean(finite > clip):.0%} of these "
+        f"clipped to {clip:g}"
+    ]
 
 
 def update_ratios(params: Any, updates: Any) -> dict[str, float]:

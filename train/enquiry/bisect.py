@@ -19,7 +19,7 @@ from train.enquiry.evidence import Evidence
 from train.enquiry.trial import counted, gradient_fn
 from train.step import make_loss_fn, step_policy
 
-MOST_TRIES = 40
+MOST_TRIES = 30
 """Each compiles and runs loss and gradients once."""
 
 Set = tuple[str, ...]

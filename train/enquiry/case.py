@@ -122,6 +122,8 @@ def of_run(path: Path, config: Config, policy: jaxamp.Policy) -> Case:
     else:
         batch, step, following = _batch(path), incident["step"], following[:FOLLOWING]
         source = f"{path}, the very batch of step {step}: {incident.get('message', '')}"
+        if saved.step > step:
+            notes.append(f"parameters and optimizer are those after step {saved.step}")
         state = state._replace(step=jnp.int32(step - 1))
     graphdef = structure(config, vocab_size, policy)
     case = Case(

@@ -27,8 +27,9 @@ from train.step import make_loss_fn, step_policy
 RISE = 0.5
 """Nats by which a loss may rise above its least within a few steps. A healthy run of the default
 config rises by 0.03, at 100 times its learning rate by 1.1."""
-RATES = (0.1, 0.01)
-"""Parts of the learning rate that are tried where the whole of it is unstable."""
+RATES = {True: (0.1, 0.01, 1e-3, 1e-4, 1e-5), False: (0.1, 0.01)}
+"""Parts of the learning rate that are tried where the whole of it is unstable, by whether anew; a
+state that was led astray may not recover at any."""
 
 
 class Trained(NamedTuple):
@@ -146,8 +147,8 @@ class Evidence:
     @functools.cached_property
     def stable_rate(self) -> tuple[bool, float] | None:
         """Where a lower learning rate is stable and the whole is not: (whether anew, the part)."""
-        for anew in self.unstable:
-            for rate in RATES:
+        for anew in sorted(self.unstable, reverse=True):
+            for rate in RATES[anew]:
                 lower = self.trained(anew, rate)
                 if lower is not None and lower.stable:
                     return anew, rate

@@ -85,7 +85,7 @@ def scale(case: Case, evidence: Evidence) -> Finding:
         )
         shown.append(f"checked: {fault.remedy.checked}")
         return Finding(_status(evidence), text, tuple(shown), advice)
-    if best is not None and best.flushed_now > best.flushed + MANY_ZEROS:
+    if fault is None and best is not None and best.flushed_now > best.flushed + MANY_ZEROS:
         text = f"the loss scale is too low: {_power(now)} makes more gradients zero than need be"
         advice = f"{_power(best.loss_scale)} would keep them; a dynamic scale rises by itself"
         return Finding("suspect", text, tuple(shown), advice)
@@ -153,8 +153,8 @@ def _fault(case: Case, evidence: Evidence, fault: Fault) -> Finding:
     text = f"{fault.kind}{scope}, {made}"
     if remedy.setting.startswith("loss_scale="):
         return Finding("suspect", text, shown, "lower the loss scale: see above")
-    setting = f"{policy_flag(case.policy, remedy.setting)}: " if remedy.setting else ""
-    advice = f"try {setting}{remedy.advice}; checked: {remedy.checked}"
+    setting = f"try {policy_flag(case.policy, remedy.setting)}: " if remedy.setting else ""
+    advice = f"{setting}{remedy.advice}; checked: {remedy.checked}"
     if case.policy.compute_dtype == np.float16 and evidence.gradient32.finite:
         advice += ", and so they are with compute=bf16" if evidence.other[1].finite else ""
     return Finding(_status(evidence), text, shown, advice)

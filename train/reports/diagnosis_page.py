@@ -39,14 +39,15 @@ def _tables(diagnosis: jaxamp.Diagnosis) -> dict[str, list[tuple[str, ...]]]:
 def _ranges(diagnosis: jaxamp.Diagnosis) -> list[tuple[str, ...]]:
     scopes = diagnosis.by_scope()
     formats = list(scopes[0].numbers.casts)
-    rows = [("range of", "scope", "held in", "exponents", "zero")]
-    rows[0] += tuple(f"{name}: flushed, subnormal, overflowing" for name in formats)
+    losses = (f"{name}: flushed, subnormal, overflowing" for name in formats)
+    rows = [tuple(["range of", "scope", "held in", "exponents", "zero", *losses])]
     for one in scopes:
         numbers, ends = one.numbers, one.numbers.exponent_range
         between = f"{ends[0]} to {ends[1]}" if ends else "none"
         casts = (", ".join(map(_share, shares.values())) for shares in numbers.shares().values())
         zero = _share(numbers.zeros / max(numbers.size, 1))
-        rows.append((one.role, one.scope, one.dtype.replace("|", ", "), between, zero, *casts))
+        dtypes = one.dtype.replace("|", ", ")
+        rows.append(tuple([one.role, one.scope, dtypes, between, zero, *casts]))
     return rows
 
 
