@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import shutil
-from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,12 +12,8 @@ from small_run import RARELY, flags, metrics
 
 import jaxamp
 from train.diagnose import diagnosed, main
-from train.enquiry import any_precision, sixteen_bits
 from train.enquiry.case import newest_incident, of_config, of_run
-from train.enquiry.evidence import Evidence, Trained
-from train.enquiry.finding import Finding, not_checked, ok
-from train.enquiry.questions import verdict
-from train.enquiry.trial import Gradient, Training, gradient_fn, training_fn
+from train.enquiry.trial import gradient_fn, training_fn
 from train.parse import load_json
 from train.run import main as train
 from train.step import nonfinite_gradients
@@ -33,7 +27,8 @@ def trained(workdir, **changes):
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory):
     """A float16 run that was cut off: its checkpoint is of step 6, its metrics go on to step 8."""
-    run = trained(tmp_path_factory.mktemp("runs") / "f16", policy="compute=f16", num_steps=8)
+    settings = {"policy": "compute=f16", "num_steps": 8, "sample_tokens": 0}
+    run = trained(tmp_path_factory.mktemp("runs") / "f16", **settings)
     shutil.rmtree(run / "checkpoints/8")
     return run
 
@@ -60,10 +55,6 @@ def test_trials_are_the_steps_of_the_run(a_run):
     written = metrics(a_run)[6:8]
     assert [line["train/loss"] for line in written] == list(training.losses)
     assert [line["train/grad_norm"] for line in written] == list(training.norms)
-    gradient = gradient_fn(case, case.policy)(case.state.params, case.batch, case.key())
-    # Another program: float32 sums in another order, of 10 matmuls in float16 (eps 2^-11).
-    assert gradient.loss == pytest.approx(training.losses[0], rel=1e-3)
-    assert gradient.norm == pytest.approx(training.norms[0], rel=1e-2)
 
 
 @pytest.mark.slow
@@ -74,6 +65,7 @@ def test_the_dropout_key_is_that_of_the_step(tmp_path):
     one = gradient_fn(case, case.policy)(case.state.params, case.batch, case.key())
     # float32 sums in another order.
     assert one.loss == pytest.approx(metrics(run)[3]["train/loss"], rel=1e-5)
+    assert one.norm == pytest.approx(metrics(run)[3]["train/grad_norm"], rel=1e-4)
     other = gradient_fn(case, case.policy)(case.state.params, case.batch, case.key(1))
     assert abs(other.loss - one.loss) > 1e-3
 
@@ -105,114 +97,6 @@ def test_an_incident_needs_no_data(a_run, tmp_path):
     assert "the data cannot be read here" in case.notes[0] and "nowhere.txt" in case.notes[0]
 
 
-# The lines, on made-up evidence.
-
-CASE = SimpleNamespace(
-    batch={"tokens": np.arange(40).reshape(4, 10), "labels": np.arange(1, 41).reshape(4, 10)},
-    vocab_size=50,
-    state=SimpleNamespace(params=None),
-    key=lambda: None,
-)
-FINITE, BAD = Gradient(1.0, 1.0, None), Gradient(np.nan, np.nan, None)
-
-
-def evidence_of(**changes):
-    one = {"still": np.ones(5), "float32_fn": lambda *_: FINITE} | changes
-    return SimpleNamespace(**one)
-
-
-@pytest.mark.parametrize("name", ["tokens", "labels"])
-@pytest.mark.parametrize("value", [50, -1, 2**31 - 1])
-def test_ids_out_of_range_are_found(name, value):
-    batch = {key: array.copy() for key, array in CASE.batch.items()}
-    batch[name][2, 3] = value
-    case = SimpleNamespace(**(vars(CASE) | {"batch": batch}))
-    seen = []
-    found = any_precision.data(case, evidence_of(float32_fn=lambda *a: seen.append(a[1]) or FINITE))
-    assert found.status == "cause" and f"{value} in row 2, position 3" in found.text
-    assert seen[0]["labels"][2, 3] == -100 and np.count_nonzero(seen[0]["labels"] == -100) == 1
-    # If leaving them out does not help, something else is wrong too.
-    found = any_precision.data(case, evidence_of(float32_fn=lambda *_: BAD))
-    assert found.status == "suspect"
-
-
-def test_data_in_order_and_not():
-    assert any_precision.data(CASE, evidence_of()).status == "ok"
-    empty = SimpleNamespace(
-        **(vars(CASE) | {"batch": CASE.batch | {"labels": np.full((4, 10), -100)}})
-    )
-    assert any_precision.data(empty, evidence_of()).status == "cause"
-    same = {name: np.repeat(array[:1], 4, 0) for name, array in CASE.batch.items()}
-    repeated = SimpleNamespace(**(vars(CASE) | {"batch": same}))
-    assert "the same" in any_precision.data(repeated, evidence_of()).text
-    unlike = any_precision.data(CASE, evidence_of(still=np.array([4.0, 1.9, 2.0, 2.1, 2.0])))
-    assert unlike.status == "suspect" and "far above" in unlike.text
-
-
-def ran(*losses, still=None, skipped=0):
-    losses = np.array(losses, float)
-    still = np.ones(len(losses)) if still is None else np.array(still, float)
-    return Trained(Training(losses, losses, skipped, 1.0), still)
-
-
-def test_rise_is_over_batches_made_equal():
-    # A hard batch is no rise; a loss that leaves its least behind is.
-    assert ran(2, 5, 2, still=[2, 5, 2]).rise == 0
-    assert ran(5, 3, 4, 3.5, still=[5, 5, 5, 5]).rise == 1
-    assert ran(2, np.nan).rise == np.inf
-    assert ran(1, 1).stable and not ran(1, 2).stable and not ran(1, 1, skipped=1).stable
-    # Of a large loss a rise of half a nat is nothing.
-    assert ran(1000, 1050, still=[1000, 1000]).stable
-
-
-def test_stable_rate_is_the_largest_that_is_stable():
-    evidence = Evidence(SimpleNamespace(policy=jaxamp.get_policy("float32")))
-    rises = {(False, 1.0): 0, (True, 1.0): 5, (True, 0.1): 3, (True, 0.01): 0}
-    asked = []
-
-    def trained(anew, rate=1.0):
-        asked.append((anew, rate))
-        return ran(1, 1 + rises[anew, rate])
-
-    evidence.trained = trained
-    assert evidence.stable_rate == (True, 0.01)
-    assert (False, 0.1) not in asked  # from here it was stable as it is
-    rises |= {(True, rate): 4 for rate in (0.01, 1e-3, 1e-4, 1e-5)}
-    again = Evidence(evidence.case)
-    again.trained = trained
-    assert again.stable_rate is None and list(again.unstable) == [True]
-
-
-def test_update_ratios_are_by_module():
-    params = {"blocks": {"norm": {"scale": jnp.ones(4)}}, "embed": {"a": jnp.full(9, 2.0)}}
-    params["blocks"]["zero"] = {"bias": jnp.zeros(4)}
-    updates = jax.tree.map(lambda x: jnp.full_like(x, 0.5), params)
-    assert any_precision.update_ratios(params, updates) == {"blocks/norm": 0.5, "embed": 0.25}
-
-
-def test_the_first_cause_is_the_verdict():
-    suspect, cause = Finding("suspect", "b"), Finding("cause", "c")
-    lines = [ok("a"), suspect, not_checked("-"), cause, cause._replace(text="d")]
-    assert verdict(lines) == cause
-    assert verdict(lines[:3]) == suspect
-    assert verdict(lines[:1]) is None
-
-
-@pytest.mark.parametrize(
-    ("setting", "flag"),
-    [
-        ("full=head", "compute=f16,output=f32,full=blocks|head'"),
-        ("rules=exp:full", "compute=f16,output=f32,full=blocks,rules=exp:full'"),
-        ("compute=f32", "compute=f32,output=f32'"),
-    ],
-)
-def test_remedies_can_be_pasted(setting, flag):
-    policy = jaxamp.get_policy("compute=f16,full=blocks")
-    shown = sixteen_bits.policy_flag(policy, setting)
-    assert shown == f"--policy 'params=f32,{flag}"
-    jaxamp.get_policy(shown.removeprefix("--policy '").rstrip("'"))
-
-
 # Causes that are planted.
 
 
@@ -232,11 +116,13 @@ def test_a_label_out_of_range_is_named(a_run, tmp_path, capsys):
 
 
 def test_a_weight_that_is_nan_is_named(a_run, tmp_path):
-    run = plant(a_run, tmp_path / "run", scaled("norm", "scale", by=jnp.nan))
+    one_nan = jnp.ones(16).at[3].set(jnp.nan)
+    run = plant(a_run, tmp_path / "run", scaled("norm", "scale", by=one_nan))
     before = sorted((run / "checkpoints").rglob("*"))
     found, lines = found_in(case_of(run))
     assert found == lines["Are the weights in order?"]
     assert found.text == "the state before the step is not finite: params/norm/scale"
+    assert found.evidence == ("params/norm/scale: 1 numbers",)
     assert sorted((run / "checkpoints").rglob("*")) == before
 
 

@@ -8,16 +8,30 @@ from planted import incident, plant
 from small_run import flags
 
 import jaxamp
+from train.checkpoint import Checkpointer
+from train.data import load, train_batches
 from train.diagnose import main
-from train.enquiry.case import of_run
-from train.parse import load_json
-from train.run import main as train
+from train.enquiry.case import of_run, one_device
+from train.loop import fresh_state
+from train.parse import load_json, parse
+from train.workdir import write_config
 
 
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory):
+    """What a run would have left after no step at all."""
     run = tmp_path_factory.mktemp("runs") / "run"
-    assert train(flags(run, policy="float32", num_steps=3)) == 0
+    config = parse(flags(run, policy="params=f32,compute=f16"), "test", "")
+    policy = jaxamp.get_policy(config.policy)
+    corpus = load(config.data)
+    state = fresh_state(config, corpus, policy, one_device())
+    position = train_batches(corpus, config.batch_size, config.seed).get_state()
+    checkpointer = Checkpointer(run, 1)
+    checkpointer.save(state, config, corpus.vocab_size, position, corpus.fingerprint, None)
+    checkpointer.wait()
+    checkpointer.close()
+    write_config(config, run)
+    (run / "metrics.jsonl").touch()
     return run
 
 
@@ -66,7 +80,7 @@ def test_arguments_that_do_not_go_together(a_run, tmp_path, capsys):
         ([a_run, "--bisect", "--target-error", "-1"], "must be above 0"),
         ([a_run, "--bisect", "--target-error", "nan"], "must be above 0"),
         ([a_run, "--policy", "compute=bf61"], "did you mean 'bf16'?"),
-        ([a_run, "--bisect"], "params=f32,compute=f32,output=f32 has no 16 bits"),
+        ([a_run, "--policy", "float32", "--bisect"], "output=f32 has no 16 bits"),
     ]
     for args, message in cases:
         assert message in refused(capsys, *args), args

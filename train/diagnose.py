@@ -95,7 +95,7 @@ class Diagnosed(NamedTuple):
 def main(args: Sequence[str] | None = None) -> int:
     """Prints the findings; the exit code is 0 whatever they are, 2 for bad input."""
     given = sys.argv[1:] if args is None else list(args)
-    return exit_code(lambda: _diagnose(given), "the files", "make room, or name other files")
+    return exit_code(lambda: _diagnose(given), "the files", "start again")
 
 
 def _diagnose(args: Sequence[str]) -> int:

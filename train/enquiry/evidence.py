@@ -117,7 +117,8 @@ class Evidence:
         if case is None or not case.following:
             return None
         start = "from the first step" if anew else "from here"
-        self.note(f"{1 + len(case.following)} steps {start} in float32, {rate:g} of the rate")
+        part = "" if rate == 1 else f", {rate:g} of the learning rate"
+        self.note(f"{1 + len(case.following)} steps {start} in float32{part}")
         still = losses_without_updates(case, self.float32_fn) if anew else self.still
         training = self._training_fn(rate)(case)
         self.step_seconds = self.step_seconds or training.step_seconds
