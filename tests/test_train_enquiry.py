@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxamp
@@ -118,3 +119,66 @@ def test_remedies_can_be_pasted(setting, flag):
     shown = sixteen_bits.policy_flag(policy, setting)
     assert shown == f"--policy 'params=f32,{flag}"
     jaxamp.get_policy(shown.removeprefix("--policy '").rstrip("'"))
+
+
+# The lines about 16 bits.
+
+F16 = SimpleNamespace(
+    policy=jaxamp.get_policy("compute=f16"),
+    recorded=lambda name: None,
+    series={},
+    state=SimpleNamespace(opt_state=None),
+)
+
+
+def in_16_bits(losses, losses32=(2.0,) * 20, norm=1.0, **changes):
+    exact = ran(*losses32, still=losses32)
+    training = Training(np.array(losses, float), np.full(20, norm), 0, 1.0)
+    one = {
+        "has_16_bits": True,
+        "gradient": FINITE,
+        "gradient32": FINITE,
+        "training16": training,
+        "trained": lambda anew: exact,
+        "unstable": {},
+    }
+    return SimpleNamespace(**(one | changes))
+
+
+def test_16_bits_that_go_another_way_are_to_blame():
+    same, apart = [2.0] * 20, [2.0] * 15 + [2.3] * 5
+    assert sixteen_bits.only_16_bits(F16, in_16_bits(same)).status == "ok"
+    found = sixteen_bits.only_16_bits(F16, in_16_bits(apart))
+    assert found.status == "cause" and "float16 goes another way" in found.text
+    assert sixteen_bits.only_16_bits(F16, in_16_bits([np.nan] * 20)).status == "cause"
+    # Where float32 is unstable too, the two differ by chance.
+    assert sixteen_bits.only_16_bits(F16, in_16_bits(apart, unstable={True: None})).status == "ok"
+    none = SimpleNamespace(has_16_bits=False)
+    assert sixteen_bits.only_16_bits(F16, none).status == "not checked"
+
+
+def test_a_step_that_does_not_fail_again_is_said():
+    case = SimpleNamespace(**(vars(F16) | {"recorded": lambda name: np.inf}))
+    found = sixteen_bits.only_16_bits(case, in_16_bits([2.0] * 20))
+    assert found.status == "suspect" and "does not fail again" in found.text
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [(FINITE, "the range of float16 ends at 65504"), (BAD, "both formats fail")],
+)
+def test_range_is_told_from_precision_by_the_other_format(other, words):
+    fault = SimpleNamespace(diagnosis=SimpleNamespace(fault=None), other=("bfloat16", other))
+    evidence = in_16_bits([], gradient=BAD, **vars(fault))
+    found = sixteen_bits.only_16_bits(F16, evidence)
+    assert found.status == "suspect" and words in found.text
+
+
+def test_the_clip_must_see_unscaled_gradients():
+    scale = jaxamp.get_loss_scale("compute=f16")
+    state = jaxamp.apply_if_finite(optax.sgd(1.0), loss_scale=scale).init(jnp.ones(2))
+    case = SimpleNamespace(**(vars(F16) | {"state": SimpleNamespace(opt_state=state)}))
+    assert sixteen_bits.order(case, in_16_bits([2.0] * 20)).status == "ok"
+    scaled = in_16_bits([2.0] * 20, norm=32768.0)
+    assert sixteen_bits.order(case, scaled).status == "suspect"
+    assert sixteen_bits.order(case, in_16_bits([], gradient=BAD)).status == "not checked"

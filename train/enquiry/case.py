@@ -135,9 +135,9 @@ def of_run(path: Path, config: Config, policy: jaxamp.Policy) -> Case:
 
 def newest_incident(run: Path) -> Path:
     """The newest incident of a run; the run itself where it has none, or is one."""
-    incidents = sorted((run / "incidents").glob("step-*"), key=lambda path: path.name)
-    whole = [path for path in incidents if (path / "incident.json").is_file()]
-    return whole[-1] if whole else run
+    files = (run / "incidents").glob("step-*/incident.json")
+    folders = sorted((file.parent for file in files), key=lambda path: (len(path.name), path.name))
+    return folders[-1] if folders else run
 
 
 def one_device() -> jax.sharding.Mesh:

@@ -56,9 +56,8 @@ def _drift(case: Case, evidence: Evidence, name: str, shown: list[str]) -> Findi
     if not apart or evidence.unstable:
         return ok("16 bits train as float32 does", *shown)
     text = f"{name} goes another way than float32 from the same state"
-    parts = evidence.diagnosis.contributions
-    advice = f"try {policy_flag(case.policy, f'full={parts[0].scope}')}" if parts else ""
-    return Finding("cause", text, tuple(shown), advice or "try --policy float32")
+    advice = "try --policy float32, or let --bisect find what has to stay in it"
+    return Finding("cause", text, tuple(shown), advice)
 
 
 def scale(case: Case, evidence: Evidence) -> Finding:
@@ -106,9 +105,12 @@ def _skips(case: Case) -> list[str]:
 
 def order(case: Case, evidence: Evidence) -> Finding:
     """Whether the norm that the clip sees is that of the unscaled gradients."""
-    here, exact = evidence.training16, evidence.gradient32
-    if here is None or not np.isfinite(here.norms[0]) or not exact.finite:
-        return not_checked("the gradients of this batch are not finite, or there are no batches")
+    exact = evidence.gradient32
+    if not (evidence.gradient.finite and exact.finite):
+        return not_checked("the gradients of this batch are not finite")
+    here = evidence.training16
+    if here is None:
+        return not_checked("there are no batches to train on")
     held = float(jaxamp.loss_scale(case.state.opt_state).loss_scale)
     shown = [
         f"the clip sees {here.norms[0]:.4g}, float32 without a scale {exact.norm:.4g}; "
