@@ -118,7 +118,7 @@ def advise(auto: Any, matmuls: Sequence[Any]) -> Advice:
         if best and ratios[best] >= WORTH:
             reason = (
                 f"auto takes float32 ({reason}), but here a {best} matmul runs at "
-                f"{ratios[best]:.1f} times float32's speed; a whole step gains less, so measure "
+                f"{ratios[best]:.1f} times float32's speed; a step is more than that, so measure "
                 f"it: python -m train.compare --policies float32 {name(best)}"
             )
             return Advice(name(best), reason, chosen)

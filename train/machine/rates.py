@@ -53,7 +53,7 @@ class Size(NamedTuple):
     budget_seconds: float
 
 
-CPU = Size(side=512, calls=10, elements=2**23, budget_seconds=1.0)
+CPU = Size(side=512, calls=10, elements=2**25, budget_seconds=1.0)
 ACCELERATOR = Size(side=4096, calls=10, elements=2**27, budget_seconds=1.0)
 MOST_ROUNDS = 15
 ROWS = 16  # of a product that are compared with float64
