@@ -177,9 +177,14 @@ def users_line(eqn: Any) -> str:
     if not line.startswith(_INSTALLED):
         return line
     for frame in eqn.source_info.traceback.frames:
-        if not frame.file_name.startswith((*_INSTALLED, _HERE)):
+        if not is_installed(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}: ({frame.function_name})"
     return line
+
+
+def is_installed(file_name: str) -> bool:
+    """Whether a file is of an installed library or of this one, rather than the user's."""
+    return file_name.startswith((*_INSTALLED, _HERE))
 
 
 _PATHS = sysconfig.get_paths()
