@@ -19,12 +19,11 @@ import numpy as np
 
 from jaxamp import jaxprs
 from jaxamp.operate import (
-    SMALL,
     as_written,
     is_finite,
     is_floating,
     is_narrow,
-    is_zero_literal,
+    lost_literal,
     on_host,
     widened,
 )
@@ -63,7 +62,8 @@ class Record:
         inf: A result has an Inf.
         born: "nan" or "inf" if one appeared where all that was read is finite, else "".
         born_at: Where in the result that was.
-        zeros: How many numbers of the results are zero.
+        size: How many numbers the results have.
+        zeros: How many of them are zero.
     """
 
     key: tuple[int, int]
@@ -78,6 +78,7 @@ class Record:
     inf: bool = False
     born: str = ""
     born_at: np.ndarray | None = None
+    size: int = 0
     zeros: int = 0
 
     @property
@@ -109,7 +110,7 @@ def run(
         widen: Which equations are held in float32.
         look: Is shown (site, equation, results) of each one.
         observe: Without, nothing is recorded.
-        restored: Equations (by id) whose 16-bit zero literals stand for something small.
+        restored: Equations (by id) whose literals are what 16 bits could not hold.
     """
     evaluator = _Evaluator(widen, look, observe, restored)
     jaxpr, consts = jaxprs.opened(program)
@@ -136,10 +137,8 @@ class _Evaluator:
             site = self.site(eqn, around)
             ins = [read(atom) for atom in eqn.invars]
             if id(eqn) in self.restored:
-                ins = [
-                    Value(SMALL) if is_zero_literal(atom) else value
-                    for atom, value in zip(eqn.invars, ins, strict=True)
-                ]
+                meant = map(lost_literal, eqn.invars)
+                ins = [v if m is None else Value(m) for v, m in zip(ins, meant, strict=True)]
             outs = _ENTER.get(eqn.primitive.name, _Evaluator.operation)(self, eqn, ins, site)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -264,6 +263,7 @@ def _fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> 
         if not is_floating(out):
             continue
         values = on_host(out)
+        record.size += values.size
         record.zeros += values.size - int(np.count_nonzero(values))
         finite = np.isfinite(values)
         if finite.all():

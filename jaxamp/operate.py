@@ -18,12 +18,20 @@ from jaxamp import jaxprs
 SMALL = np.float32(2**-26)
 """Half of what float16 rounds to zero."""
 
+LARGE = np.float32(1e9)
 
-def is_zero_literal(atom: Any) -> bool:
-    """A 16-bit zero that was written into the program: maybe an eps that 16 bits cannot hold."""
+
+def lost_literal(atom: Any) -> np.float32 | None:
+    """What a literal that 16 bits cannot hold may have been; None for other operands.
+
+    A zero may have been an eps, an Inf the -1e9 of a mask.
+    """
     if not jaxprs.is_literal(atom) or not is_narrow(jaxprs.dtype_of(atom)):
-        return False
-    return not jaxprs.literal(atom).any()
+        return None
+    value = np.float32(jaxprs.literal(atom))
+    if value == 0:
+        return SMALL
+    return np.copysign(LARGE, value) if np.isinf(value) else None
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -64,6 +72,8 @@ def widened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         }
         if "precision" in eqn.params:
             changes["precision"] = jax.lax.Precision.HIGHEST
+        if eqn.params.get("update_jaxpr") is not None:  # how a scatter puts two numbers together
+            changes["update_jaxpr"] = jaxprs.in_float32(eqn.params["update_jaxpr"])
         arrays = [_as_dtype(x, np.float32) if _is_low(x) else x for x in ins]
         try:
             return _bound(eqn, arrays, **changes)
