@@ -266,7 +266,7 @@ def _with_own_lines(rule: Callable, *args: Any) -> Any:
 
 
 class _OwnLines:
-    """For `user_context`: no traceback, so that JAX takes one; None would leave the one there is."""
+    """For `user_context`: no traceback, so that JAX takes one; None would keep the old."""
 
     def __bool__(self) -> bool:
         return False

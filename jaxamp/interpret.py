@@ -19,7 +19,9 @@ import numpy as np
 
 from jaxamp import jaxprs
 from jaxamp.operate import (
+    all_finite,
     as_written,
+    has_precision,
     is_finite,
     is_floating,
     is_narrow,
@@ -39,10 +41,14 @@ class Site(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An array, and the numbers of the records that made it; arguments are -1, -2, ..."""
+    """An array, and the numbers of the records that made it; arguments are -1, -2, ...
+
+    `same` says that it is what it was in the run that this one is like.
+    """
 
     array: Any
     makers: tuple[int, ...] = ()
+    same: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +60,7 @@ class Record:
         eqn: The equation.
         site: Where it stands.
         ins: Makers of each operand.
+        outs: The results.
         operands: Of an operation whose result is not finite, what it read; else empty.
         bad_ins: Which of them are not finite.
         nan_read: One of them has a NaN.
@@ -70,6 +77,7 @@ class Record:
     eqn: Any
     site: Site
     ins: tuple[tuple[int, ...], ...]
+    outs: Sequence[Any]
     operands: tuple[Any, ...] = ()
     bad_ins: tuple[int, ...] = ()
     nan_read: bool = False
@@ -101,6 +109,7 @@ def run(
     look: Callable[[Site, Any, Any], None] | None = None,
     observe: bool = True,
     restored: frozenset[int] = frozenset(),
+    like: dict[tuple[int, int], Record] | None = None,
 ) -> Run:
     """Run a closed jaxpr on arrays.
 
@@ -111,8 +120,10 @@ def run(
         look: Is shown (site, equation, results) of each one.
         observe: Without, nothing is recorded.
         restored: Equations (by id) whose literals are what 16 bits could not hold.
+        like: Records, by their keys, of a run on the same arrays with nothing widened. What comes
+            out as it did there is not computed again.
     """
-    evaluator = _Evaluator(widen, look, observe, restored)
+    evaluator = _Evaluator(widen, look, observe, restored, like)
     jaxpr, consts = jaxprs.opened(program)
     values = [Value(array, (-1 - k,)) for k, array in enumerate(arrays)]
     outs = evaluator.program(jaxpr, consts, values, Site("", "", "forward", ()))
@@ -120,8 +131,9 @@ def run(
 
 
 class _Evaluator:
-    def __init__(self, widen, look, observe, restored):
-        self.widen, self.look, self.observe, self.restored = widen, look, observe, restored
+    def __init__(self, widen, look, observe, restored, like):
+        self.widen, self.look, self.observe = widen, look, observe
+        self.restored, self.like = restored, like
         self.records: list[Record] = []
         self.ran: Counter[int] = Counter()
         self.sites: dict[Any, Site] = {}
@@ -154,14 +166,17 @@ class _Evaluator:
         return self.program(jaxpr, consts, args, site)
 
     def operation(self, eqn, ins, site) -> list[Value]:
-        wide, arrays = self.widen(site), [value.array for value in ins]
+        wide = self.widen(site) and has_precision(eqn)
+        key = (id(eqn), self.ran[id(eqn)])
+        self.ran[id(eqn)] += 1
+        if self.like and not wide and all(value.same for value in ins):
+            return [Value(out) for out in self.like[key].outs]
+        arrays = [value.array for value in ins]
         with eqn.ctx.manager:
             outs = widened(eqn, arrays) if wide else as_written(eqn, arrays)
         if not self.observe:
-            return [Value(out) for out in outs]
-        key = (id(eqn), self.ran[id(eqn)])
-        self.ran[id(eqn)] += 1
-        record = Record(key, eqn, site, tuple(value.makers for value in ins))
+            return [Value(out, same=False) for out in outs]
+        record = Record(key, eqn, site, tuple(value.makers for value in ins), outs)
         _fill(record, eqn, arrays, outs)
         if self.look is not None:
             self.look(site, eqn, outs)
@@ -193,12 +208,12 @@ class _Evaluator:
         num_consts, num_carry = jaxprs.scan_counts(eqn)
         end = num_consts + num_carry
         consts, carry = ins[:num_consts], ins[num_consts:end]
-        stacks = [Value(_sliceable(stack), makers) for stack, makers in ins[end:]]
+        stacks = [value._replace(array=_sliceable(value.array)) for value in ins[end:]]
         length = eqn.params["length"]
         order = range(length)[::-1] if eqn.params["reverse"] else range(length)
         given: list[Any] = [None] * length
         for k in order:
-            rows = [Value(stack[k], makers) for stack, makers in stacks]
+            rows = [value._replace(array=value.array[k]) for value in stacks]
             inside = site._replace(rounds=(*site.rounds, k))
             outs = self.opened(eqn.params["jaxpr"], [*consts, *carry, *rows], inside)
             carry, given[k] = outs[:num_carry], outs[num_carry:]
@@ -224,8 +239,8 @@ def _stacked(rows: list[Value], var: Any) -> Value:
         return Value(jnp.zeros(var.aval.shape, var.aval.dtype))
     makers = tuple(dict.fromkeys(maker for row in rows for maker in row.makers))  # of any round
     arrays = [row.array for row in rows]
-    host = jaxprs.dtype_of(var) is not None
-    return Value(np.stack([np.asarray(a) for a in arrays]) if host else jnp.stack(arrays), makers)
+    stack = np.stack(arrays) if jaxprs.dtype_of(var) is not None else jnp.stack(arrays)
+    return Value(stack, makers, all(row.same for row in rows))
 
 
 # Where an equation stands.
@@ -264,10 +279,10 @@ def _fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> 
             continue
         values = on_host(out)
         record.size += values.size
-        record.zeros += values.size - int(np.count_nonzero(values))
-        finite = np.isfinite(values)
-        if finite.all():
+        record.zeros += int(np.count_nonzero(values == 0))
+        if all_finite(values):
             continue
+        finite = np.isfinite(values)
         record.nan |= bool(np.isnan(values).any())
         record.inf |= bool(np.isinf(values).any())
         born = ~finite & _all_read_is_finite(ins, values.shape)

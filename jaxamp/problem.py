@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxamp import blame, census, jaxprs
 from jaxamp.autocast import Call
 from jaxamp.interpret import Record, Run, Site, run

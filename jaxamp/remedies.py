@@ -81,10 +81,8 @@ def _argument(problem: Problem) -> Remedy | None:
     failed = "is not finite either" if not finite(problem.twin) else "is finite"
     advice = f"look at the data: {path} is not finite itself"
     if at in problem.weights:
-        advice = (
-            f"an earlier update made {path} not finite: go back to weights before it, lower the"
-        )
-        advice += " learning rate, and skip bad steps with jaxamp.apply_if_finite"
+        advice = f"an earlier update made {path} not finite: go back to weights before it, lower "
+        advice += "the learning rate, and skip bad steps with jaxamp.apply_if_finite"
     return Remedy("", advice, f"float32 {failed}")
 
 

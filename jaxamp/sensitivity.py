@@ -69,9 +69,15 @@ def contributions(
         return whole, []
     label = _labels(result.records, most)
     counted = Counter(label(r.site) for r in result.records if works_narrow(r.eqn))
-    found = []
+    found, records = [], {record.key: record for record in result.records}
     for name, _ in counted.most_common(most):
-        held = run(program, arrays, lambda site, name=name: label(site) == name, observe=False)
+        held = run(
+            program,
+            arrays,
+            lambda site, name=name: label(site) == name,
+            observe=False,
+            like=records,
+        )
         left = error([value.array for value in held.outs[1:]], exact)
         found.append(Contribution(name, left, 1 - left / whole))
     return whole, sorted(found, key=lambda one: one.error_without)

@@ -1,11 +1,10 @@
-"""Twelve faults, in the trainer's Transformer and in a ResNet: line, reason, and a fix that works."""
+"""Twelve faults in the trainer's Transformer and in a ResNet: line, reason, a fix that works."""
 
 import functools
 import inspect
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import planted
 import pytest
@@ -147,7 +146,7 @@ def test_logits_over_65504(make):
     is_transformer = make.name == "transformer"
     factors = {"embed/embedding": 3e3, "norm/scale": 3e3}
     if not is_transformer:
-        factors = {"head/kernel": 2e1, "blocks/1/norms/1/scale": 1e3}
+        factors = {"head/kernel": 4e1, "blocks/1/norms/1/scale": 1e3}
     large = lambda path, w: w * factors.get(_path(path), 1)  # noqa: E731
     case = case._replace(params=jax.tree_util.tree_map_with_path(large, case.params))
     assert not is_well(case)
@@ -213,7 +212,7 @@ def test_a_learning_rate_too_high(make):
     step = jax.jit(jax.value_and_grad(case.loss))
     while planted.is_all_finite(params) and len(weights) < 20:
         weights.append(params)
-        loss, grads = step(params, *case.args)
+        _, grads = step(params, *case.args)
         updates, state = sgd.update(grads, state)
         params = optax.apply_updates(params, updates)
     assert not planted.is_all_finite(params)
