@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxamp import jaxprs
-from jaxamp.interpret import Record, Run, Value
+from jaxamp.interpret import Run, Value
 from jaxamp.operate import SMALL, is_finite, lost_literal, on_host
+from jaxamp.record import Record
 
 
 class Cause(NamedTuple):

@@ -12,11 +12,12 @@ from jaxamp import blame, census, jaxprs, remedies, sensitivity
 from jaxamp.autocast import Call, autocast, trace_call
 from jaxamp.diagnosis import Diagnosis, Fault, Tensor
 from jaxamp.gradients import as_loss_scale, check_callable, split_aux
-from jaxamp.interpret import Run, Site, run
+from jaxamp.interpret import Run, run
 from jaxamp.loss_scale import to_float32
 from jaxamp.operate import is_finite, is_floating, is_narrow
 from jaxamp.policy import Policy, get_policy
 from jaxamp.problem import Problem
+from jaxamp.record import Site
 from jaxamp.rules import RULES
 
 _MOST_SCOPES = 6  # each is a run of its own

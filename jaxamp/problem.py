@@ -7,9 +7,10 @@ from typing import Any
 
 from jaxamp import blame, census, jaxprs
 from jaxamp.autocast import Call
-from jaxamp.interpret import Record, Run, Site, run
+from jaxamp.interpret import Run, run
 from jaxamp.operate import is_finite, is_narrow
 from jaxamp.policy import Policy
+from jaxamp.record import Record, Site
 from jaxamp.scopes import full_precision
 
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxamp import blame, census, jaxprs
-from jaxamp.interpret import Record, Run
+from jaxamp.interpret import Run
 from jaxamp.operate import is_floating, on_host
 from jaxamp.policy import Policy
 from jaxamp.problem import Problem, finite
+from jaxamp.record import Record
 from jaxamp.rules import RULES
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxamp.interpret import Record, Run, Site, run
+from jaxamp.interpret import Run, run
 from jaxamp.operate import is_narrow, on_host, works_narrow
+from jaxamp.record import Record, Site
 
 
 class Contribution(NamedTuple):
