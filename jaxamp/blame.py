@@ -141,7 +141,8 @@ _ROUNDED = 2.0**-20
 
 
 def _is_most_zero(array: np.ndarray, nonzero: np.ndarray) -> bool:
-    return np.count_nonzero(nonzero & (array == 0)) > np.count_nonzero(nonzero) / 2
+    lost = np.count_nonzero(nonzero & (array == 0))
+    return bool(lost > np.count_nonzero(nonzero) / 2)
 
 
 def underflow(run: Run, twin: Run) -> Cause | None:

@@ -52,11 +52,10 @@ def find(problem: Problem) -> Remedy:
         _own_casts,
         _line,
     )
-    for attempt in tries:
-        remedy = attempt(problem)
-        if remedy is not None:
-            return remedy
-    return _last(problem)
+    remedy = next(filter(None, (attempt(problem) for attempt in tries)), None) or _last(problem)
+    if problem.cause.kind == "underflow":
+        remedy = remedy._replace(checked=f"{remedy.checked}, and none of them vanishes")
+    return remedy
 
 
 def _last(problem: Problem) -> Remedy:
@@ -170,12 +169,14 @@ def _constant(problem: Problem) -> Remedy | None:
 
 
 def _cast_of_gradient(problem: Problem) -> Remedy | None:
-    """A gradient that a rule of the user's gives in 16 bits."""
+    """A gradient that a rule of the user's gives in 16 bits, under a policy that needs no scale."""
     record = problem.cause.record
-    is_cast = record is not None and record.eqn.primitive.name == "convert_element_type"
-    if not is_cast or record.site.phase != "backward":
+    if record is None or record.eqn.primitive.name != "convert_element_type":
         return None
-    return _own_casts(problem) if record.site.where in problem.own_lines else None
+    if problem.cause.kind != "underflow" or problem.policy.compute_dtype == np.float16:
+        return None
+    is_own = record.site.phase == "backward" and record.site.where in problem.own_lines
+    return _own_casts(problem) if is_own else None
 
 
 def _loss_scale(problem: Problem) -> Remedy | None:
