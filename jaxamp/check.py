@@ -186,7 +186,7 @@ def _who(eqns: Sequence[Any]) -> str:
     for eqn in eqns:
         frames = getattr(eqn.source_info.traceback, "frames", ())
         frames = list(itertools.takewhile(lambda frame: frame.file_name != __file__, frames))
-        users = [frame for frame in frames if not jaxprs.is_installed(frame.file_name)]
+        users = [frame for frame in frames if jaxprs.is_users(frame.file_name)]
         for frame in (*users, *filter(_is_update, frames)):
             return f"{frame.function_name.split('.')[0]} ({frame.file_name}:{frame.line_num})"
     return eqns[0].primitive.name

@@ -176,7 +176,7 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 def _stops(plan: Plan, outer: bool = True) -> Iterator[str]:
     for eqn in stopped_casts(plan.jaxpr, outer):
-        if not jaxprs.is_installed(line := jaxprs.where(eqn)):
+        if jaxprs.is_users(line := jaxprs.where(eqn)):
             yield line
     for sub in (sub for step in plan.steps for sub in step.subs):
         yield from _stops(sub, outer=False)
