@@ -12,7 +12,8 @@ The step, in its ten words:
                      decide.py, carries.py, operations.py (plan)
                      emit.py, derivatives.py, dots.py (emit)
                      plans.py, jaxprs.py, scopes.py (full_precision), residuals.py
-    explain.py     explain: what was decided and why
+    explain.py     explain: what was decided and why; stops.py (casts that cut a gradient)
+    check.py       check_optimizer: what loses or hides 16-bit gradients in an optimizer
     diagnose.py    diagnose: where a step makes NaN or Inf, and where its precision goes
                      interpret.py, operate.py (runs), blame.py, remedies.py (NaN and Inf),
                      census.py (ranges), sensitivity.py (errors), diagnosis.py (the report)
@@ -43,6 +44,7 @@ Example:
 """
 
 from jaxamp.autocast import autocast
+from jaxamp.check import check_optimizer
 from jaxamp.diagnose import diagnose
 from jaxamp.diagnosis import Diagnosis
 from jaxamp.explain import Explanation, explain
@@ -71,6 +73,7 @@ __all__ = [
     "apply_if_finite",
     "auto_policy",
     "autocast",
+    "check_optimizer",
     "diagnose",
     "explain",
     "full_precision",

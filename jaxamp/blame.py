@@ -7,6 +7,8 @@ back from what came out: of all appearances that it was passed on from, the firs
 An Inf that the program wrote down is meant: it is to blame only if it comes out as it is. If a NaN
 is made of it (a row that is masked whole), the operation that makes the NaN is. What an argument
 holds is to blame if anything of it comes out.
+
+Where all is finite, a gradient may have lost its numbers: what is zero in it is not so in float32.
 """
 
 import itertools
@@ -17,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxamp import jaxprs
-from jaxamp.interpret import Record, Run
-from jaxamp.operate import is_finite, is_zero_literal, on_host
+from jaxamp.interpret import Run, Value
+from jaxamp.operate import SMALL, is_finite, lost_literal, on_host
+from jaxamp.record import Record
 
 
 class Cause(NamedTuple):
@@ -26,7 +29,8 @@ class Cause(NamedTuple):
 
     Attributes:
         kind: "nan", "overflow" (a finite number too large for its dtype), "division by zero" (an
-            exact pole: 1/0, log 0), or "argument" (it was there before the function ran).
+            exact pole: 1/0, log 0), "index" (out of range: JAX gives NaN), "argument" (it was
+            there before the function ran), or "underflow" (a gradient lost its numbers).
         record: Of the operation that made it; for an argument of the first that read it, if any.
         argument: Which input it was, or None.
     """
@@ -69,7 +73,9 @@ def _argument(run: Run, maker: int) -> Cause:
 
 
 def _operation(record: Record) -> Cause:
-    if record.nan and record.born != "inf":
+    if index_bounds(record) is not None:
+        kind = "index"
+    elif record.nan and record.born != "inf":
         kind = "nan"
     else:
         kind = "division by zero" if _at_pole(record) else "overflow"
@@ -89,6 +95,19 @@ def _at_pole(record: Record) -> bool:
     return bool((read == _POLES[name]).any())
 
 
+def index_bounds(record: Record) -> int | None:
+    """The largest index of a gather that read some out of range and has NaN for them."""
+    eqn = record.eqn
+    if eqn.primitive.name != "gather" or not record.born:
+        return None
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, at = eqn.invars[0].aval.shape, numbers.start_index_map
+    bounds = np.array([shape[k] - sizes[k] for k in at])
+    indices = np.asarray(record.operands[1])
+    out = ((indices < 0) | (indices > bounds)).any(tuple(range(indices.ndim - 1)))
+    return int(bounds[out].min()) if out.any() else None
+
+
 # Where numbers became zero that are not zero in float32.
 
 
@@ -105,17 +124,73 @@ def lost_at(run: Run, twin: Run, record: Record) -> Record | None:
     return None if found is None else run.records[found]
 
 
-def lost_eps(run: Run, record: Record) -> Record | None:
-    """An addition of a 16-bit zero behind `record`: an eps that 16 bits could not hold."""
+def vanished(run: Run, twin: Run) -> list[Value]:
+    """Gradients that are zero where, for most of their numbers, those of the twin are not."""
+    exact = [on_host(value.array) for value in twin.outs[1:]]
+    sizes = [float(np.abs(array).max(initial=0)) for array in exact]
+    least = max(sizes, default=0) * _ROUNDED
+    return [
+        value
+        for value, array, size in zip(run.outs[1:], exact, sizes, strict=True)
+        if size > least and _is_most_zero(on_host(value.array), array != 0)
+    ]
+
+
+# Of the largest gradient: what is smaller may be a zero that float32 rounded.
+_ROUNDED = 2.0**-20
+
+
+def _is_most_zero(array: np.ndarray, nonzero: np.ndarray) -> bool:
+    lost = np.count_nonzero(nonzero & (array == 0))
+    return bool(lost > np.count_nonzero(nonzero) / 2)
+
+
+def underflow(run: Run, twin: Run) -> Cause | None:
+    """The first operation that lost most of its numbers, behind a gradient that did."""
+    in_twin = {other.key: other for other in twin.records}
+
+    def lost(made: Record) -> bool:
+        other = in_twin.get(made.key)
+        return other is not None and made.zeros - other.zeros > (other.size - other.zeros) / 2
+
+    found = {k for value in vanished(run, twin) for k in value.makers if k >= 0}
+    found = {k for k in found if lost(run.records[k])}
+    for end in tuple(found):
+        found |= {k for k in _behind(run, run.records[end], lost) if lost(run.records[k])}
+    return Cause("underflow", run.records[min(found)], None) if found else None
+
+
+def lost_constants(run: Run, record: Record | None) -> list[Record]:
+    """What reads, at or behind `record`, a 16-bit 0 (once an eps?) or Inf (once -1e9?) of the code.
+
+    The first of each kind.
+    """
+    if record is None:
+        return []
     behind = itertools.islice(_behind(run, record, lambda made: True), _STEPS_BACK)
-    return next((run.records[k] for k in behind if _adds_zero(run.records[k].eqn)), None)
+    near = [record, *(run.records[k] for k in behind)]
+    found = [next(filter(reads, near), None) for reads in (_adds_eps, _reads_inf)]
+    return [one for one in found if one]
 
 
 _STEPS_BACK = 16
 
 
-def _adds_zero(eqn: Any) -> bool:
-    return eqn.primitive.name in ("add", "max") and any(map(is_zero_literal, eqn.invars))
+def _adds_eps(record: Record) -> bool:
+    return adds_zero(record.eqn)
+
+
+def adds_zero(eqn: Any) -> bool:
+    """Whether a 16-bit zero is added: an eps that 16 bits could not hold."""
+    return eqn.primitive.name in ("add", "max") and any(x == SMALL for x in _lost_literals(eqn))
+
+
+def _reads_inf(record: Record) -> bool:
+    return any(abs(x) > 1 for x in _lost_literals(record.eqn))
+
+
+def _lost_literals(eqn: Any) -> list[np.float32]:
+    return [x for x in map(lost_literal, eqn.invars) if x is not None]
 
 
 def narrowed_at(run: Run, record: Record) -> list[Record]:
@@ -145,6 +220,13 @@ def _behind(run: Run, record: Record, goes_on: Callable[[Record], bool]) -> Iter
             ahead += _makers(run.records[maker])
 
 
+def arguments_behind(run: Run, record: Record) -> list[int]:
+    """Which arguments an operation depends on."""
+    behind = [record, *(run.records[k] for k in _behind(run, record, lambda made: True))]
+    found = {maker for made in behind for makers in made.ins for maker in makers if maker < 0}
+    return sorted(-1 - maker for maker in found)
+
+
 def _makers(record: Record) -> list[int]:
     """Operations that an operation reads from; arguments are not among them."""
     return [maker for makers in record.ins for maker in makers if maker >= 0]
@@ -153,7 +235,7 @@ def _makers(record: Record) -> list[int]:
 def ranges(record: Record) -> list[tuple[str, float, float]]:
     """(dtype, least, largest) of each floating operand of an operation that went bad."""
     found = []
-    for atom, array in zip(record.eqn.invars, record.operands, strict=True):
+    for atom, array in zip(record.eqn.invars, record.operands, strict=bool(record.operands)):
         if jaxprs.is_inexact(atom) and getattr(array, "size", 1):
             values = on_host(array)
             found.append((str(array.dtype), float(values.min()), float(values.max())))

@@ -15,6 +15,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap as jax_custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import linear_call as jax_linear_call
+from jax.extend import linear_util, source_info_util
 
 from jaxamp import dots, jaxprs
 from jaxamp.plans import Info
@@ -114,7 +115,7 @@ def _custom_vjp(inner: Entered, consts: Sequence[Any]) -> Callable:
             args = tuple(arg.value for arg in args)
 
         def original(*args):
-            fun, at = _restricted(eqn, list(args), saved["ins"])
+            fun, at = _restricted(eqn, list(args), saved["ins"], **_on_own_lines(eqn))
             values, pullback = jax.vjp(fun, *at)
             residuals, saved["tree"] = jax.tree.flatten(pullback)
             return [*values, *residuals]
@@ -233,16 +234,45 @@ def _inexact(atoms: Sequence[Any], start: int = 0) -> list[int]:
     return [k for k, atom in enumerate(atoms) if k >= start and jaxprs.is_inexact(atom)]
 
 
-def _restricted(eqn: Any, args: list[Any], ins: Sequence[int]) -> tuple[Callable, tuple]:
+def _restricted(
+    eqn: Any, args: list[Any], ins: Sequence[int], **changes: Any
+) -> tuple[Callable, tuple]:
     """The original equation as a function of its differentiable operands, and these."""
 
     def fun(*at):
         full = list(args)
         for k, value in zip(ins, at, strict=True):
             full[k] = value
-        return tuple(jaxprs.bind(eqn, full))
+        return tuple(jaxprs.bind(eqn, full, **changes))
 
     return fun, tuple(args[k] for k in ins)
+
+
+def _on_own_lines(eqn: Any) -> dict[str, Any]:
+    """The user's backward rule, each operation at its line in there.
+
+    JAX would put all of them at the line that called the function. There those of a rule in an
+    installed library stay.
+    """
+    rule = eqn.params["bwd"]
+    file = rule.debug_info.func_src_info.rpartition(" at ")[2]
+    return {} if jaxprs.is_installed(file) else {"bwd": _with_own_lines(rule)}
+
+
+@linear_util.transformation2
+def _with_own_lines(rule: Callable, *args: Any) -> Any:
+    with source_info_util.user_context(_OwnLines()):
+        return rule(*args)
+
+
+class _OwnLines:
+    """For `user_context`: no traceback, so that JAX takes one; None would keep the old."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def as_python_traceback(self) -> None:
+        """Nothing to add to an error."""
 
 
 def _instantiated(cotangent: Any) -> Any:

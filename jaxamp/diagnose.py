@@ -12,10 +12,12 @@ from jaxamp import blame, census, jaxprs, remedies, sensitivity
 from jaxamp.autocast import Call, autocast, trace_call
 from jaxamp.diagnosis import Diagnosis, Fault, Tensor
 from jaxamp.gradients import as_loss_scale, check_callable, split_aux
-from jaxamp.interpret import Run, Site, run
+from jaxamp.interpret import Run, run
 from jaxamp.loss_scale import to_float32
 from jaxamp.operate import is_finite, is_floating, is_narrow
 from jaxamp.policy import Policy, get_policy
+from jaxamp.problem import Problem
+from jaxamp.record import Site
 from jaxamp.rules import RULES
 
 _MOST_SCOPES = 6  # each is a run of its own
@@ -77,8 +79,8 @@ def diagnose(
         chosen = [k + len(args) if k < 0 else k for k in chosen]
         args = tuple(jax.tree.map(jnp.asarray, a) if k in chosen else a for k, a in enumerate(args))
 
-        def trace(policy: Policy) -> Call:
-            gradient = _scaled_gradient(fun, policy, argnums, has_aux)
+        def trace(policy: Policy, decorate: Callable = lambda fun: fun) -> Call:
+            gradient = _scaled_gradient(decorate(fun), policy, argnums, has_aux)
             return trace_call(gradient, args, {**kwargs, "loss_scale": scale})
 
         call = trace(policy)
@@ -149,12 +151,13 @@ def _diagnosed(call: Call, policy: Policy, trace, weights: tuple, updates: Any) 
     mixed = run(program, arrays)
     tensors = _Tensors()
     twin = run(program, arrays, widen=lambda site: True, look=tensors.look)
-    paths = _paths(call, weights)
+    at = _places(call, weights)
+    paths = [call.paths[k] for k in at]
     gradients = [value.array for value in twin.outs[1:]]
     rows = _named("weight", paths, jax.tree.leaves(weights))
     rows += tensors.rows() + _named("gradient", paths, gradients)
     best = tensors.best_scale(scale)
-    fault = _fault(mixed, twin, call, policy, trace, best)
+    fault = _fault(mixed, twin, call, policy, trace, at, best)
     error, parts = None, []
     if all(is_finite(value.array) for value in (*mixed.outs, *twin.outs)):
         error, parts = sensitivity.contributions(program, arrays, mixed, gradients, _MOST_SCOPES)
@@ -174,10 +177,10 @@ def _diagnosed(call: Call, policy: Policy, trace, weights: tuple, updates: Any) 
     )
 
 
-def _paths(call: Call, weights: tuple) -> list[str]:
-    """Where each weight is among the arguments."""
-    pairs = list(zip(call.arrays, call.paths, strict=True))
-    at = {id(array): path for array, path in reversed(pairs)}  # of two that are one, the first
+def _places(call: Call, weights: tuple) -> list[int]:
+    """Which of the call's arrays each weight is."""
+    numbered = list(enumerate(call.arrays))
+    at = {id(array): k for k, array in reversed(numbered)}  # of two that are one, the first
     return [at[id(leaf)] for leaf in jax.tree.leaves(weights)]
 
 
@@ -238,16 +241,17 @@ def _narrows(eqn: Any) -> bool:
 _ROLES = {"forward": "activation", "backward": "gradient"}
 
 
-def _fault(mixed: Run, twin: Run, call: Call, policy, trace, scale) -> Fault | None:
-    cause = blame.first_cause(mixed, call.arrays)
+def _fault(mixed: Run, twin: Run, call: Call, policy, trace, weights, scale) -> Fault | None:
+    cause = blame.first_cause(mixed, call.arrays) or blame.underflow(mixed, twin)
     if cause is None:
         return None
-    problem = remedies.Problem(cause, mixed, twin, call, policy, trace, scale)
+    problem = Problem(cause, mixed, twin, call, policy, trace, weights, scale)
     remedy = remedies.find(problem)
     record = cause.record
+    fails = problem.fails_in_float32
     if record is None:  # an argument comes out as it is
-        return Fault(cause.kind, "", "", "", "forward", (), (), True, "", remedy)
-    lost = problem.lost if cause.kind != "overflow" else None
+        return Fault(cause.kind, "", "", "", "forward", (), (), fails, "", remedy)
+    lost = problem.lost if cause.kind not in ("overflow", "underflow") else None
     return Fault(
         kind=cause.kind,
         primitive=record.eqn.primitive.name,
@@ -256,7 +260,7 @@ def _fault(mixed: Run, twin: Run, call: Call, policy, trace, scale) -> Fault | N
         phase=record.site.phase,
         rounds=record.site.rounds,
         inputs=tuple(blame.ranges(record)),
-        in_float32=problem.in_float32,
+        in_float32=fails,
         lost_at=lost.site.where if lost else "",
         remedy=remedy,
     )

@@ -13,11 +13,13 @@ from jaxamp.tables import table
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The first operation whose NaN or Inf reached the loss or a gradient.
+    """The first operation whose NaN or Inf reached the loss or a gradient, or whose zeros did.
 
     Attributes:
         kind: "nan", "overflow" (a finite number too large for its dtype), "division by zero" (an
-            exact pole: 1/0, log 0) or "argument" (it was there before the function ran).
+            exact pole: 1/0, log 0), "index" (one out of range: JAX gives NaN for it), "argument"
+            (it was there before the function ran) or "underflow" (all is finite, and most of a
+            gradient is zero that is not so in float32).
         primitive: Name of the operation; for an argument the first that reads it.
         where: The user's line, `file:line:column (function)`; of a library that is installed, the
             line that called it, without a column.
@@ -25,7 +27,7 @@ class Fault:
         phase: "forward" or "backward".
         rounds: In which round of the loops around it, from 0; a backward scan counts down.
         inputs: (dtype, least, largest) of each floating operand.
-        in_float32: Whether the same operation gives NaN or Inf in float32 too.
+        in_float32: Whether the loss or a gradient is not finite in float32 either.
         lost_at: Where numbers became zero that are not zero in float32, if that is behind it.
         remedy: What to try, and how that was checked.
     """
@@ -49,7 +51,7 @@ class Fault:
             f"{self.kind}: {what} by {self.primitive or 'nothing'}, {self.phase}{rounds}{scope}",
             f"  at {self.where or 'no line'}",
             *(f"  reads {dtype} from {low:.3g} to {top:.3g}" for dtype, low, top in self.inputs),
-            f"  in float32: {'the same' if self.in_float32 else 'finite there'}",
+            f"  in float32: {'not finite either' if self.in_float32 else 'finite'}",
         ]
         if self.lost_at:
             lines.append(f"  zeros that float32 has not, first at {self.lost_at}")
@@ -99,7 +101,7 @@ class Diagnosis:
         policy: The policy, as its string.
         loss: As it was before scaling.
         loss_scale: The scale of the run.
-        fault: The first cause of NaN or Inf; None if the loss and all gradients are finite.
+        fault: The first cause of NaN or Inf, or of a gradient that vanished; None if there is none.
         tensors: Ranges of weights, activations and gradients.
         scale: The loss scale for this backward pass; None where nothing in it has 16 bits.
         error: ||g - g32|| / ||g32|| of the gradients; None if they are not finite.
@@ -177,8 +179,11 @@ class Diagnosis:
         return [f"gradient error against float32: {self.error:.3g}", *table(rows)]
 
     def _frozen_lines(self) -> list[str]:
-        rows = [("weight", "dtype", "updates that round to nothing")]
-        rows += [(one.path, one.dtype, f"{one.share:.1%}") for one in self.frozen]
+        rows = [("weight", "dtype", "updates that round to nothing", "with params=f32")]
+        rows += [
+            (one.path, one.dtype, f"{one.share:.1%}", f"{one.in_float32:.1%}")
+            for one in self.frozen
+        ]
         return table(rows) if self.frozen else []
 
 

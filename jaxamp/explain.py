@@ -13,6 +13,7 @@ from jaxamp import jaxprs
 from jaxamp.autocast import autocast, plan_call, trace_call
 from jaxamp.plans import Plan, Step
 from jaxamp.policy import get_policy
+from jaxamp.stops import stopped_casts
 from jaxamp.tables import table
 
 _MOST_ROWS = 60
@@ -169,6 +170,16 @@ def _notes(plan: Plan) -> Iterator[str]:
             yield f"{name} stays float32 because of a constant that {compute} cannot hold: {line}"
         elif name in _MATMULS and step.kind == "full":
             yield f"{name} stays float32: {step.reason}: {line}"
+    for line in _stops(plan):
+        yield f"the gradient stops here, at a cast under stop_gradient, with no way around: {line}"
+
+
+def _stops(plan: Plan, outer: bool = True) -> Iterator[str]:
+    for eqn in stopped_casts(plan.jaxpr, outer):
+        if jaxprs.is_users(line := jaxprs.where(eqn)):
+            yield line
+    for sub in (sub for step in plan.steps for sub in step.subs):
+        yield from _stops(sub, outer=False)
 
 
 _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

@@ -9,7 +9,6 @@ float32 and their results stay there. Widened everywhere it is the float32 twin 
 with the same equations in the same order, so that records of both can be compared one by one.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,72 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxamp import jaxprs
-from jaxamp.operate import (
-    SMALL,
-    as_written,
-    is_finite,
-    is_floating,
-    is_narrow,
-    is_zero_literal,
-    on_host,
-    widened,
-)
-
-
-class Site(NamedTuple):
-    """Where an equation stands: the user's line, name scopes, forward or backward, loop rounds."""
-
-    where: str
-    scope: str
-    phase: str
-    rounds: tuple[int, ...]
+from jaxamp.operate import as_written, has_precision, lost_literal, widened
+from jaxamp.record import Record, Site, fill
 
 
 class Value(NamedTuple):
-    """An array, and the numbers of the records that made it; arguments are -1, -2, ..."""
+    """An array, and the numbers of the records that made it; arguments are -1, -2, ...
+
+    `same` says that it is what it was in the run that this one is like.
+    """
 
     array: Any
     makers: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(slots=True)
-class Record:
-    """One equation, once.
-
-    Attributes:
-        key: The equation and how often it had run: the same in every run of the program.
-        eqn: The equation.
-        site: Where it stands.
-        ins: Makers of each operand.
-        operands: Of an operation whose result is not finite, what it read; else empty.
-        bad_ins: Which of them are not finite.
-        nan_read: One of them has a NaN.
-        narrow: A result is held in 16 bits.
-        nan: A result has a NaN.
-        inf: A result has an Inf.
-        born: "nan" or "inf" if one appeared where all that was read is finite, else "".
-        born_at: Where in the result that was.
-        zeros: How many numbers of the results are zero.
-    """
-
-    key: tuple[int, int]
-    eqn: Any
-    site: Site
-    ins: tuple[tuple[int, ...], ...]
-    operands: tuple[Any, ...] = ()
-    bad_ins: tuple[int, ...] = ()
-    nan_read: bool = False
-    narrow: bool = False
-    nan: bool = False
-    inf: bool = False
-    born: str = ""
-    born_at: np.ndarray | None = None
-    zeros: int = 0
-
-    @property
-    def bad(self) -> bool:
-        """Whether a result is not finite."""
-        return self.nan or self.inf
+    same: bool = True
 
 
 class Run(NamedTuple):
@@ -100,6 +46,7 @@ def run(
     look: Callable[[Site, Any, Any], None] | None = None,
     observe: bool = True,
     restored: frozenset[int] = frozenset(),
+    like: dict[tuple[int, int], Record] | None = None,
 ) -> Run:
     """Run a closed jaxpr on arrays.
 
@@ -109,9 +56,11 @@ def run(
         widen: Which equations are held in float32.
         look: Is shown (site, equation, results) of each one.
         observe: Without, nothing is recorded.
-        restored: Equations (by id) whose 16-bit zero literals stand for something small.
+        restored: Equations (by id) whose literals are what 16 bits could not hold.
+        like: Records, by their keys, of a run on the same arrays with nothing widened. What comes
+            out as it did there is not computed again.
     """
-    evaluator = _Evaluator(widen, look, observe, restored)
+    evaluator = _Evaluator(widen, look, observe, restored, like)
     jaxpr, consts = jaxprs.opened(program)
     values = [Value(array, (-1 - k,)) for k, array in enumerate(arrays)]
     outs = evaluator.program(jaxpr, consts, values, Site("", "", "forward", ()))
@@ -119,8 +68,9 @@ def run(
 
 
 class _Evaluator:
-    def __init__(self, widen, look, observe, restored):
-        self.widen, self.look, self.observe, self.restored = widen, look, observe, restored
+    def __init__(self, widen, look, observe, restored, like):
+        self.widen, self.look, self.observe = widen, look, observe
+        self.restored, self.like = restored, like
         self.records: list[Record] = []
         self.ran: Counter[int] = Counter()
         self.sites: dict[Any, Site] = {}
@@ -136,10 +86,8 @@ class _Evaluator:
             site = self.site(eqn, around)
             ins = [read(atom) for atom in eqn.invars]
             if id(eqn) in self.restored:
-                ins = [
-                    Value(SMALL) if is_zero_literal(atom) else value
-                    for atom, value in zip(eqn.invars, ins, strict=True)
-                ]
+                meant = map(lost_literal, eqn.invars)
+                ins = [v if m is None else Value(m) for v, m in zip(ins, meant, strict=True)]
             outs = _ENTER.get(eqn.primitive.name, _Evaluator.operation)(self, eqn, ins, site)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -155,15 +103,18 @@ class _Evaluator:
         return self.program(jaxpr, consts, args, site)
 
     def operation(self, eqn, ins, site) -> list[Value]:
-        wide, arrays = self.widen(site), [value.array for value in ins]
+        wide = self.widen(site) and has_precision(eqn)
+        key = (id(eqn), self.ran[id(eqn)])
+        self.ran[id(eqn)] += 1
+        if self.like and not wide and all(value.same for value in ins):
+            return [Value(out) for out in self.like[key].outs]
+        arrays = [value.array for value in ins]
         with eqn.ctx.manager:
             outs = widened(eqn, arrays) if wide else as_written(eqn, arrays)
         if not self.observe:
-            return [Value(out) for out in outs]
-        key = (id(eqn), self.ran[id(eqn)])
-        self.ran[id(eqn)] += 1
-        record = Record(key, eqn, site, tuple(value.makers for value in ins))
-        _fill(record, eqn, arrays, outs)
+            return [Value(out, same=False) for out in outs]
+        record = Record(key, eqn, site, tuple(value.makers for value in ins), outs)
+        fill(record, eqn, arrays, outs)
         if self.look is not None:
             self.look(site, eqn, outs)
         self.records.append(record)
@@ -194,12 +145,12 @@ class _Evaluator:
         num_consts, num_carry = jaxprs.scan_counts(eqn)
         end = num_consts + num_carry
         consts, carry = ins[:num_consts], ins[num_consts:end]
-        stacks = [Value(_sliceable(stack), makers) for stack, makers in ins[end:]]
+        stacks = [value._replace(array=_sliceable(value.array)) for value in ins[end:]]
         length = eqn.params["length"]
         order = range(length)[::-1] if eqn.params["reverse"] else range(length)
         given: list[Any] = [None] * length
         for k in order:
-            rows = [Value(stack[k], makers) for stack, makers in stacks]
+            rows = [value._replace(array=value.array[k]) for value in stacks]
             inside = site._replace(rounds=(*site.rounds, k))
             outs = self.opened(eqn.params["jaxpr"], [*consts, *carry, *rows], inside)
             carry, given[k] = outs[:num_carry], outs[num_carry:]
@@ -225,8 +176,8 @@ def _stacked(rows: list[Value], var: Any) -> Value:
         return Value(jnp.zeros(var.aval.shape, var.aval.dtype))
     makers = tuple(dict.fromkeys(maker for row in rows for maker in row.makers))  # of any round
     arrays = [row.array for row in rows]
-    host = jaxprs.dtype_of(var) is not None
-    return Value(np.stack([np.asarray(a) for a in arrays]) if host else jnp.stack(arrays), makers)
+    stack = np.stack(arrays) if jaxprs.dtype_of(var) is not None else jnp.stack(arrays)
+    return Value(stack, makers, all(row.same for row in rows))
 
 
 # Where an equation stands.
@@ -253,38 +204,3 @@ def scope_path(around: str, stack: str) -> str:
 
 
 _MADE_BY_JAX = ("rematted_computation", "checkpoint")
-
-
-# What an operation did.
-
-
-def _fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-    record.narrow = any(is_narrow(jaxprs.dtype_of(var)) for var in eqn.outvars)
-    for out in outs:
-        if not is_floating(out):
-            continue
-        values = on_host(out)
-        record.zeros += values.size - int(np.count_nonzero(values))
-        finite = np.isfinite(values)
-        if finite.all():
-            continue
-        record.nan |= bool(np.isnan(values).any())
-        record.inf |= bool(np.isinf(values).any())
-        born = ~finite & _all_read_is_finite(ins, values.shape)
-        if born.any():
-            record.born = "nan" if np.isnan(values[born]).any() else record.born or "inf"
-            record.born_at = born
-    if record.bad:
-        record.operands = tuple(ins)
-        record.bad_ins = tuple(k for k, array in enumerate(ins) if not is_finite(array))
-        record.nan_read = any(np.isnan(on_host(ins[k])).any() for k in record.bad_ins)
-
-
-def _all_read_is_finite(ins: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Per number of the result: what was read for it. Of another shape, everything was."""
-    finite = np.ones(shape, bool)
-    for operand in ins:
-        if is_floating(operand):
-            own = np.isfinite(on_host(operand))
-            finite &= own if own.shape == shape else own.all()
-    return finite

@@ -119,6 +119,13 @@ def bind(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
+@functools.lru_cache(maxsize=64)
+def in_float32(jaxpr: Any) -> Any:
+    """A jaxpr of numbers of one dtype, of float32 ones."""
+    fun = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, ()))
+    return jax.make_jaxpr(fun)(*(np.float32(0) for _ in jaxpr.invars)).jaxpr
+
+
 def bind_remembered(eqn: Any, operands: Sequence[Any], **changes: Any) -> list[Any]:
     """`bind` for a primitive without programs inside.
 
@@ -174,12 +181,22 @@ def where(eqn: Any) -> str:
 def users_line(eqn: Any) -> str:
     """Like `where`, but of the code that called an installed library, if one made the equation."""
     line = where(eqn)
-    if not line.startswith(_INSTALLED):
+    if not is_installed(line):
         return line
     for frame in eqn.source_info.traceback.frames:
-        if not frame.file_name.startswith((*_INSTALLED, _HERE)):
+        if is_users(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}: ({frame.function_name})"
     return line
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither of an installed library nor of this one."""
+    return not file.startswith((*_INSTALLED, _HERE))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is of Python itself or of an installed library."""
+    return file.startswith(_INSTALLED)
 
 
 _PATHS = sysconfig.get_paths()

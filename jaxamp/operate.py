@@ -6,6 +6,7 @@ are subnormal numbers, of dtypes with the range of float32 or more: on a CPU XLA
 and numpy does not, so where there are any, XLA computes.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,20 @@ from jaxamp import jaxprs
 SMALL = np.float32(2**-26)
 """Half of what float16 rounds to zero."""
 
+LARGE = np.float32(1e9)
 
-def is_zero_literal(atom: Any) -> bool:
-    """A 16-bit zero that was written into the program: maybe an eps that 16 bits cannot hold."""
+
+def lost_literal(atom: Any) -> np.float32 | None:
+    """What a literal that 16 bits cannot hold may have been; None for other operands.
+
+    A zero may have been an eps, an Inf the -1e9 of a mask.
+    """
     if not jaxprs.is_literal(atom) or not is_narrow(jaxprs.dtype_of(atom)):
-        return False
-    return not jaxprs.literal(atom).any()
+        return None
+    value = np.float32(jaxprs.literal(atom))
+    if value == 0:
+        return SMALL
+    return np.copysign(LARGE, value) if np.isinf(value) else None
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -35,6 +44,11 @@ def works_narrow(eqn: Any) -> bool:
     """Whether an operation reads or gives numbers of 16 bits, or rounds to them."""
     dtypes = [jaxprs.dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
     return any(map(is_narrow, [*dtypes, eqn.params.get("dtype")]))
+
+
+def has_precision(eqn: Any) -> bool:
+    """Whether it may be another operation in float32 than as it is written."""
+    return works_narrow(eqn) or "precision" in eqn.params
 
 
 def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
@@ -64,6 +78,8 @@ def widened(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         }
         if "precision" in eqn.params:
             changes["precision"] = jax.lax.Precision.HIGHEST
+        if eqn.params.get("update_jaxpr") is not None:  # how a scatter puts two numbers together
+            changes["update_jaxpr"] = jaxprs.in_float32(eqn.params["update_jaxpr"])
         arrays = [_as_dtype(x, np.float32) if _is_low(x) else x for x in ins]
         try:
             return _bound(eqn, arrays, **changes)
@@ -97,10 +113,32 @@ def _has_subnormal(array: np.ndarray) -> bool:
     The least normal number counts too: XLA has zero where bfloat16 is rounded up to it.
     """
     tiny = _TINY.get(array.dtype)
-    if tiny is None or not array.size:
+    if tiny is None or not array.size or _without_subnormal.get(id(array)) is array:
         return False
-    without_sign = array.view(tiny.dtype) << tiny.dtype.type(1)
-    return bool((without_sign - tiny.dtype.type(1)).min() < tiny)  # zero becomes the largest
+    found = any(_some_subnormal(part, tiny) for part in _parts(array))
+    if not found:
+        _without_subnormal[id(array)] = array
+    return found
+
+
+def _some_subnormal(part: np.ndarray, tiny: Any) -> bool:
+    bits = part.view(tiny.dtype) << tiny.dtype.type(1)  # without the sign
+    bits -= tiny.dtype.type(1)  # zero becomes the largest
+    return bool(bits.min() < tiny)
+
+
+def _parts(array: np.ndarray) -> list[np.ndarray]:
+    """Its numbers, what is repeated once, as much at a time as a core's cache holds."""
+    once = array[tuple(slice(1 if step == 0 else None) for step in array.strides)]
+    flat = once.reshape(-1)
+    return [flat[k : k + _PART] for k in range(0, flat.size, _PART)]
+
+
+_PART = 2**15
+
+
+# What is a result here is an operand of the next ones.
+_without_subnormal: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
 
 def _is_slow(eqn: Any, operands: Sequence[Any]) -> bool:
@@ -218,7 +256,13 @@ def is_floating(array: Any) -> bool:
 
 def is_finite(array: Any) -> bool:
     """Whether it has neither NaN nor Inf; what holds no floating numbers has none."""
-    return not is_floating(array) or bool(np.isfinite(on_host(array)).all())
+    return not is_floating(array) or all_finite(on_host(array))
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """A sum is not finite if one of its terms is not, and is had at once."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
 def on_host(array: Any) -> np.ndarray:

@@ -9,6 +9,9 @@ import optax
 
 from jaxamp.loss_scale import LossScale, NoOpLossScale, to_float32
 
+GUARD = "apply_if_finite"
+"""The name scope of the guard's operations: profiles show it, and `check_optimizer` reads it."""
+
 
 class ApplyIfFiniteState(NamedTuple):
     """State of `apply_if_finite`: all that a checkpoint needs, every number a leaf.
@@ -84,6 +87,7 @@ def apply_if_finite(
             grad_norm=jnp.zeros([], jnp.float32),
         )
 
+    @jax.named_scope(GUARD)
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         grads, params = to_float32((updates, params))
         grad_norm = jnp.asarray(optax.tree.norm(grads), jnp.float32)

@@ -1,21 +1,20 @@
-"""What to do against a NaN or Inf, tried out: a remedy is named if a run with it came out finite.
+"""What to do against a fault, tried out: a remedy is named if all was well in a run with it.
 
 The likely ones first, and few: each is one run more, and a new `full=` pattern one trace more.
 """
 
-import dataclasses
-import functools
 import glob
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxamp import blame, census, jaxprs
-from jaxamp.autocast import Call
-from jaxamp.interpret import Record, Run, run
-from jaxamp.operate import is_finite, is_narrow
+from jaxamp.interpret import Run
+from jaxamp.operate import is_floating, on_host
 from jaxamp.policy import Policy
+from jaxamp.problem import Problem, finite
+from jaxamp.record import Record
 from jaxamp.rules import RULES
 
 
@@ -34,87 +33,33 @@ class Remedy(NamedTuple):
     checked: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A run that went bad, what is needed to try again, and what several remedies ask of it.
-
-    Attributes:
-        cause: Its first cause.
-        run: Under the policy, with its records.
-        twin: The same in float32, with its records.
-        call: The traced gradient; its argument `loss_scale` is the loss scale.
-        policy: The policy.
-        trace: Policy -> the gradient traced under it.
-        scale: The loss scale for the 16-bit values of the backward pass, if it has any.
-    """
-
-    cause: blame.Cause
-    run: Run
-    twin: Run
-    call: Call
-    policy: Policy
-    trace: Callable[[Policy], Call]
-    scale: census.Scale | None
-
-    @property
-    def in_float32(self) -> bool:
-        """Whether float32 has NaN or Inf at the same operation, for the same reason."""
-        record = self.cause.record
-        if record is None:
-            return True
-        also = any(other.bad for other in self.twin.records if other.key == record.key)
-        return also and self.fails_in_float32 and self.eps is None
-
-    @functools.cached_property
-    def float32_call(self) -> Call:
-        """The gradient traced under `compute=f32`."""
-        return self.trace(self.policy.replace(compute_dtype=np.float32, full=()))
-
-    @functools.cached_property
-    def float32_policy_helps(self) -> bool:
-        """Whether all is finite under `compute=f32`, which leaves the function's own casts."""
-        call = self.float32_call
-        return _finite(run(call.program, call.arrays, observe=False))
-
-    @property
-    def fails_in_float32(self) -> bool:
-        """Neither the twin is finite nor `compute=f32`: one keeps kernels, the other own casts."""
-        return not _finite(self.twin) and not self.float32_policy_helps
-
-    @functools.cached_property
-    def own_lines(self) -> set[str]:
-        """Lines with 16-bit values when autocast makes none."""
-        return _narrow_lines(self.float32_call.program)
-
-    @functools.cached_property
-    def eps(self) -> Remedy | None:
-        """What to do if an eps was lost."""
-        return _eps(self)
-
-    @functools.cached_property
-    def lost(self) -> Record | None:
-        """The first operation behind the fault whose results have zeros that float32 has not."""
-        record = self.cause.record
-        return record and blame.lost_at(self.run, self.twin, record)
-
-
-def scale_at(call: Call) -> int:
+def scale_at(call: Any) -> int:
     """Which array of a traced gradient is the loss scale."""
     return list(call.paths).index("loss_scale")
 
 
 def find(problem: Problem) -> Remedy:
     """The first remedy that works."""
-    tries = (_data, lambda p: p.eps, _loss_scale, _float32_fails, _policies, _own_casts, _line)
-    for attempt in tries:
-        remedy = attempt(problem)
-        if remedy is not None:
-            return remedy
-    return _last(problem)
+    tries = (
+        _argument,
+        _index,
+        _constant,
+        _cast_of_gradient,
+        _loss_scale,
+        _large_arguments,
+        _float32_fails,
+        _policies,
+        _own_casts,
+        _line,
+    )
+    remedy = next(filter(None, (attempt(problem) for attempt in tries)), None) or _last(problem)
+    if problem.cause.kind == "underflow":
+        remedy = remedy._replace(checked=f"{remedy.checked}, and none of them vanishes")
+    return remedy
 
 
 def _last(problem: Problem) -> Remedy:
-    """Float32 everywhere: by `compute=f32` alone, or else the twin, as one of them is finite."""
+    """Float32 everywhere: by `compute=f32` alone, or else the twin, as one of them is well."""
     if problem.float32_policy_helps:
         return Remedy("compute=f32", "nothing smaller that was tried helped", _ran("compute=f32"))
     advice = "compute=f32, and leave out the casts of the function itself"
@@ -125,50 +70,72 @@ def _ran(setting: str) -> str:
     return f"with {setting} the loss and all gradients are finite"
 
 
-def _finite(result: Run) -> bool:
-    return all(is_finite(value.array) for value in result.outs)
+# The data and the weights.
 
 
-def _data(problem: Problem) -> Remedy | None:
-    if problem.cause.argument is None:
+def _argument(problem: Problem) -> Remedy | None:
+    at = problem.cause.argument
+    if at is None:
         return None
-    path = problem.call.paths[problem.cause.argument]
-    failed = "is not finite either" if not _finite(problem.twin) else "is finite"
-    return Remedy("", f"look at the data: {path} is not finite itself", f"float32 {failed}")
+    path = problem.call.paths[at]
+    failed = "is not finite either" if not finite(problem.twin) else "is finite"
+    advice = f"look at the data: {path} is not finite itself"
+    if at in problem.weights:
+        advice = f"an earlier update made {path} not finite: go back to weights before it, lower "
+        advice += "the learning rate, and skip bad steps with jaxamp.apply_if_finite"
+    return Remedy("", advice, f"float32 {failed}")
 
 
-def _eps(problem: Problem) -> Remedy | None:
-    lost = problem.cause.record and blame.lost_eps(problem.run, problem.cause.record)
-    if not lost:
+def _index(problem: Problem) -> Remedy | None:
+    """JAX gives NaN where an index is out of range."""
+    record, arrays = problem.cause.record, list(problem.call.arrays)
+    bounds = record and blame.index_bounds(record)
+    if record is None or bounds is None:
         return None
-    restored = frozenset([id(lost.eqn)])
-    args = problem.call.program, problem.call.arrays, lambda site: True
-    if not _finite(run(*args, observe=False, restored=restored)):
+    makers = blame.arguments_behind(problem.run, record)
+    at = [k for k in makers if np.issubdtype(np.asarray(arrays[k]).dtype, np.integer)]
+    for k in at:
+        arrays[k] = np.clip(np.asarray(arrays[k]), 0, bounds)
+    if not at or not problem.is_well_in_float32(arrays=arrays):
         return None
-    dtype = jaxprs.dtype_of(lost.eqn.outvars[0])
-    least = float(census.FORMATS[census.NAMES[dtype]].flush) * 2
-    advice = f"a constant that is 0 in {dtype} is added at {lost.site.where}: an eps needs float32"
-    if dtype == np.float16:
-        advice += f", or {least:.0e} at least"
-    return Remedy("", advice, _ran("a small number there, in float32,"))
+    names = ", ".join(problem.call.paths[k] for k in at)
+    advice = f"look at the data: {names} has an index out of range, which is 0 to {bounds}"
+    return Remedy("", advice, _ran("indices held in that range"))
 
 
-def _loss_scale(problem: Problem) -> Remedy | None:
-    record, at = problem.cause.record, scale_at(problem.call)
-    scale = problem.call.arrays[at]
-    reads_scale = record and any(-1 - at in makers for makers in record.ins)
-    if record is None or not (record.site.phase == "backward" or reads_scale):
+def _large_arguments(problem: Problem) -> Remedy | None:
+    """Weights that have grown, or data that was not normalized, until float32 fails too."""
+    if not problem.fails_in_float32:
         return None
-    # Below 1 only by the user's own choice: what needs that has another cause.
-    best = problem.scale.loss_scale if problem.scale else 1.0
-    tries = dict.fromkeys([max(best, 1.0), 1.0])
-    for lower in (s for s in tries if s < float(scale)):
+    weights = list(problem.weights)
+    others = [k for k in range(len(problem.call.arrays)) if k not in weights]
+    others.remove(scale_at(problem.call))
+    for group, advice in ((weights, _GROWN), (others, _NOT_NORMALIZED)):
         arrays = list(problem.call.arrays)
-        arrays[at] = np.float32(lower)
-        if _finite(run(problem.call.program, arrays, observe=False)):
-            setting = f"loss_scale={lower:g}"
-            return Remedy(setting, f"lower the loss scale from {float(scale):g}", _ran(setting))
+        sizes = {k: _size(arrays[k]) for k in group}
+        largest = max(sizes, key=lambda k: sizes[k], default=None)
+        if largest is None or sizes[largest] < _LARGE:
+            continue
+        for k, size in sizes.items():
+            arrays[k] = arrays[k] / np.float32(size) if size > 1 else arrays[k]
+        if problem.is_well_in_float32(arrays=arrays):
+            advice = advice.format(path=problem.call.paths[largest], size=sizes[largest])
+            return Remedy("", advice, f"in float32, {_ran('none of them over 1')}")
     return None
+
+
+_GROWN = (
+    "float32 fails too, as the weights have grown: {path} reaches {size:.1e}. Go back to weights "
+    "before that, with a lower learning rate"
+)
+_NOT_NORMALIZED = (
+    "float32 fails too, as numbers of the data are too large: {path} reaches {size:.1e}"
+)
+_LARGE = 2.0**10
+
+
+def _size(array: Any) -> float:
+    return float(np.abs(on_host(array)).max(initial=0)) if is_floating(array) else 0.0
 
 
 def _float32_fails(problem: Problem) -> Remedy | None:
@@ -176,8 +143,63 @@ def _float32_fails(problem: Problem) -> Remedy | None:
         return None
     cause = blame.first_cause(problem.twin, problem.call.arrays)
     where = f" at {cause.record.site.where}" if cause and cause.record else ""
-    advice = "float32 fails too: a lower learning rate, or look at the data and the formula"
+    advice = "float32 fails too: look at the formula there, and at the data that it reads"
     return Remedy("", advice, f"in float32 the first bad operation is{where or ' the same'}")
+
+
+# What 16 bits lost.
+
+
+def _constant(problem: Problem) -> Remedy | None:
+    lost = problem.lost_constant
+    if lost is None:
+        return None
+    dtype = jaxprs.dtype_of(lost.eqn.outvars[0])
+    form = census.FORMATS[census.NAMES[dtype]]
+    if not blame.adds_zero(lost.eqn):
+        advice = f"a constant that is infinite in {dtype} is read at {lost.site.where}: "
+        advice += "a mask needs float32, or a number that is finite"
+        if dtype == np.float16:
+            advice += ", such as -6e4"
+        return Remedy("", advice, _ran("-1e9 or 1e9 there, in float32,"))
+    advice = f"a constant that is 0 in {dtype} is added at {lost.site.where}: an eps needs float32"
+    if dtype == np.float16:
+        advice += f", or {float(form.flush) * 2:.0e} at least"
+    return Remedy("", advice, _ran("a small number there, in float32,"))
+
+
+def _cast_of_gradient(problem: Problem) -> Remedy | None:
+    """A gradient that a rule of the user's gives in 16 bits, under a policy that needs no scale."""
+    record = problem.cause.record
+    if record is None or record.eqn.primitive.name != "convert_element_type":
+        return None
+    if problem.cause.kind != "underflow" or problem.policy.compute_dtype == np.float16:
+        return None
+    is_own = record.site.phase == "backward" and record.site.where in problem.own_lines
+    return _own_casts(problem) if is_own else None
+
+
+def _loss_scale(problem: Problem) -> Remedy | None:
+    record, at = problem.cause.record, scale_at(problem.call)
+    used = float(problem.call.arrays[at])
+    reads_scale = record and any(-1 - at in makers for makers in record.ins)
+    if record is None or not (record.site.phase == "backward" or reads_scale):
+        return None
+    # Below 1 only by the user's own choice: what needs that has another cause.
+    best = max(problem.scale.loss_scale if problem.scale else 1.0, 1.0)
+    is_higher = problem.cause.kind == "underflow"
+    tries = [s for s in dict.fromkeys([best, 1.0]) if (s > used if is_higher else s < used)]
+    for scale in tries:
+        arrays = list(problem.call.arrays)
+        arrays[at] = np.float32(scale)
+        if problem.again(arrays=arrays):
+            setting = f"loss_scale={scale:g}"
+            verb = "raise" if is_higher else "lower"
+            return Remedy(setting, f"{verb} the loss scale from {used:g}", _ran(setting))
+    return None
+
+
+# More float32.
 
 
 def _policies(problem: Problem) -> Remedy | None:
@@ -186,7 +208,7 @@ def _policies(problem: Problem) -> Remedy | None:
             call = problem.trace(policy)
         except ValueError:  # a scope that JAX made, or a rule that the primitive cannot have
             continue
-        if _finite(run(call.program, call.arrays, observe=False)):
+        if problem.again(call):
             return Remedy(setting, advice, _ran(setting))
     return None
 
@@ -238,15 +260,18 @@ def _arguments(result: Run, record: Record) -> list[int]:
 def _own_casts(problem: Problem) -> Remedy | None:
     """What the function itself makes 16-bit: no policy can undo that."""
     own = problem.own_lines
-    program, arrays = problem.call.program, problem.call.arrays
-    if not own or not _finite(run(program, arrays, lambda site: site.where in own, observe=False)):
+    if not own or not problem.again(widen=lambda site: site.where in own):
         return None
     record = problem.cause.record
     roots = blame.narrowed_at(problem.run, record) if record else []
     lines = dict.fromkeys(r.site.where for r in roots if r.site.where in own)
-    at = ", ".join(list(lines)[:3]) or ", ".join(sorted(own)[:3])
+    at = _listed(list(lines) or sorted(own))
     checked = _ran("what the function itself makes 16-bit held in float32")
     return Remedy("", f"the function itself casts to 16 bits: leave that out at {at}", checked)
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return ", ".join(lines[:3])
 
 
 def _line(problem: Problem) -> Remedy | None:
@@ -256,19 +281,7 @@ def _line(problem: Problem) -> Remedy | None:
     line = record.site.where.rpartition(":")[0]
     if any(own.rpartition(":")[0] == line for own in problem.own_lines):
         return None
-    there = lambda site: site.where.rpartition(":")[0] == line  # noqa: E731
-    if not _finite(run(problem.call.program, problem.call.arrays, there, observe=False)):
+    if not problem.again(widen=lambda site: site.where.rpartition(":")[0] == line):
         return None
     advice = "`with jaxamp.full_precision():` around that line"
     return Remedy("", advice, _ran("that line held in float32"))
-
-
-def _narrow_lines(program: Any, around: str = "") -> set[str]:
-    found: set[str] = set()
-    for eqn in jaxprs.opened(program)[0].eqns:
-        line = jaxprs.users_line(eqn) or around
-        if any(is_narrow(jaxprs.dtype_of(atom)) for atom in (*eqn.invars, *eqn.outvars)):
-            found.add(line)
-        for inner in jaxprs.programs(eqn):
-            found |= _narrow_lines(inner, line)
-    return found

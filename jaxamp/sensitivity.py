@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxamp.interpret import Record, Run, Site, run
+from jaxamp.interpret import Run, run
 from jaxamp.operate import is_narrow, on_host, works_narrow
+from jaxamp.record import Record, Site
 
 
 class Contribution(NamedTuple):
@@ -32,11 +33,13 @@ class Frozen(NamedTuple):
         path: The weight.
         dtype: In which it is kept.
         share: Of its nonzero updates, those after which it is the same number as before.
+        in_float32: The same if it were kept in float32.
     """
 
     path: str
     dtype: str
     share: float
+    in_float32: float
 
 
 def error(outs: Sequence[Any], exact: Sequence[Any]) -> float:
@@ -67,9 +70,15 @@ def contributions(
         return whole, []
     label = _labels(result.records, most)
     counted = Counter(label(r.site) for r in result.records if works_narrow(r.eqn))
-    found = []
+    found, records = [], {record.key: record for record in result.records}
     for name, _ in counted.most_common(most):
-        held = run(program, arrays, lambda site, name=name: label(site) == name, observe=False)
+        held = run(
+            program,
+            arrays,
+            lambda site, name=name: label(site) == name,
+            observe=False,
+            like=records,
+        )
         left = error([value.array for value in held.outs[1:]], exact)
         found.append(Contribution(name, left, 1 - left / whole))
     return whole, sorted(found, key=lambda one: one.error_without)
@@ -102,10 +111,15 @@ def frozen(weights: Any, updates: Any, paths: Sequence[str], param_dtype: Any) -
     found = []
     for path, weight, update in zip(paths, leaves, jax.tree.leaves(updates), strict=True):
         dtype = param_dtype if is_narrow(param_dtype) else np.asarray(weight).dtype
-        w = np.asarray(weight).astype(dtype)
-        moved = np.float64(on_host(w)) + np.float64(on_host(update))
-        same = moved.astype(dtype) == w
-        nonzero = on_host(update) != 0
-        share = np.count_nonzero(same & nonzero) / max(np.count_nonzero(nonzero), 1)
-        found.append(Frozen(path, np.dtype(dtype).name, share))
+        shares = _stays(weight, update, dtype), _stays(weight, update, np.float32)
+        found.append(Frozen(path, np.dtype(dtype).name, *shares))
     return sorted((one for one in found if one.share), key=lambda one: -one.share)
+
+
+def _stays(weight: Any, update: Any, dtype: Any) -> float:
+    """Share of the nonzero updates after which the weight, kept in `dtype`, is what it was."""
+    w = np.asarray(weight).astype(dtype)
+    moved = np.float64(on_host(w)) + np.float64(on_host(update))
+    nonzero = on_host(update) != 0
+    same = (moved.astype(dtype) == w) & nonzero
+    return np.count_nonzero(same) / max(np.count_nonzero(nonzero), 1)

@@ -248,6 +248,7 @@ def test_frozen_weights():
     assert [one.path for one in found.frozen] == ["w/a", "w/b"]
     assert found.frozen[0].share == 1 and found.frozen[0].dtype == "bfloat16"
     assert found.frozen[1].share == pytest.approx(1 / 3)
+    assert [one.in_float32 for one in found.frozen] == [0, 0]
     assert "w/a" in str(found).rpartition("round to nothing")[2]
     floats = jax.tree.map(lambda x: x.astype(jnp.float32), w)
     assert diagnosed(floats, jnp.ones((2, 4)), updates=updates).frozen == found.frozen
@@ -260,7 +261,7 @@ def test_frozen_weights():
 def test_an_update_of_a_float64_weight_is_added_in_float64():
     weight, update = np.float64([1.0, 1.0]), np.float64([1e-10, 1e-17])
     (found,) = sensitivity.frozen(weight, update, ["w"], np.dtype(np.float32))
-    assert found == sensitivity.Frozen("w", "float64", 0.5)
+    assert found == sensitivity.Frozen("w", "float64", 0.5, 1.0)
 
 
 def test_argnums_keywords_keys_and_loss_scale_objects():

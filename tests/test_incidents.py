@@ -12,10 +12,10 @@ from tests.small_run import assert_same_run, checkpoints, final_state, flags, me
 from train import loop
 from train.checkpoint import load
 from train.config import Config
-from train.incidents import Watch
-from train.rollback import Log
 from train.data import load as load_corpus
 from train.data import train_batches
+from train.incidents import Watch
+from train.rollback import Log
 from train.run import main
 
 OUT_OF_RANGE = 10**6
@@ -87,8 +87,7 @@ def test_norm_spikes_are_counted_and_go_on_from_earlier_rows():
     counts = [watch.norm_spikes(norm) for norm in norms]
     assert counts[-4:] == [1, 1, 1, 2]
     rows = [
-        values(2.0, n) | {"monitor/grad_norm_spikes": c}
-        for n, c in zip(norms, counts, strict=True)
+        values(2.0, n) | {"monitor/grad_norm_spikes": c} for n, c in zip(norms, counts, strict=True)
     ]
     assert Watch(50, rows).norm_spikes(10.5) == 3
 

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import time
@@ -19,6 +18,7 @@ from train import fit
 from train.config import Config, ConfigError
 from train.data import Corpus
 from train.loop import Programs
+from train.machine.devices import device_name
 from train.mesh import batch_sharding
 from train.metrics import peak_memory
 from train.reports.runs import policy_name
@@ -103,9 +103,7 @@ def write_figures(
     device = mesh.devices.flat[0]
     sizes = compiled.attempt.memory._asdict()
     figures = {
-        "device": f"{mesh.size} x {_device_name(device)}"
-        if mesh.size > 1
-        else _device_name(device),
+        "device": f"{mesh.size} x {device_name(device)}" if mesh.size > 1 else device_name(device),
         "device_kind": device.device_kind,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -124,17 +122,6 @@ def write_figures(
         path = workdir / "figures.json"
         if not path.exists():  # else from before a stop
             write_whole(path, json.dumps(figures | seconds, indent=2))
-
-
-def _device_name(device: Any) -> str:
-    """Its kind; of a CPU, which has none, its make and how many cores this process may use."""
-    if device.platform != "cpu":
-        return device.device_kind
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{names[0] if names else platform.machine()}, {cores} cores"
 
 
 def _commit() -> str | None:

@@ -23,7 +23,7 @@ from train.model import count_params
 from train.parse import parse
 from train.rollback import Log
 from train.start import prepare, structure
-from train.step import make_loss_fn, step_policy
+from train.step import make_loss_fn, make_optimizer, step_policy
 from train.workdir import refuse_existing, write_config
 
 DESCRIPTION = """Train a Transformer in mixed precision, on real text, with no dtype in the model.
@@ -72,7 +72,7 @@ def _run(config: Config) -> int:
     loss_fn, args = loss_and_shapes(config, corpus, policy)
     check_policy(policy, loss_fn, args)
     if config.explain:
-        say(str(jaxamp.explain(loss_fn, step_policy(policy, config))(*args)))
+        say(explained(config, policy, loss_fn, args))
         return 0
     if config.dry_run:
         params = structure(config, corpus, policy)[1].params
@@ -164,6 +164,14 @@ def loss_and_shapes(
         key,
         count,
     )
+
+
+def explained(config: Config, policy: jaxamp.Policy, loss_fn: Callable, args: tuple) -> str:
+    """What autocast decided for the loss, and what of the optimizer will hurt."""
+    explanation = jaxamp.explain(loss_fn, step_policy(policy, config))(*args)
+    tx = make_optimizer(config.optimizer, config.num_steps, policy)
+    notes = jaxamp.check_optimizer(tx, args[0], policy)
+    return "\n".join([str(explanation), *(f"note: {note}" for note in notes)])
 
 
 def check_policy(policy: jaxamp.Policy, loss_fn: Callable, args: tuple) -> None:

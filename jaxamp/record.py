@@ -1,0 +1,97 @@
+"""What one operation of a run did."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxamp import jaxprs
+from jaxamp.operate import all_finite, is_finite, is_floating, is_narrow, on_host
+
+
+class Site(NamedTuple):
+    """Where an equation stands: the user's line, name scopes, forward or backward, loop rounds."""
+
+    where: str
+    scope: str
+    phase: str
+    rounds: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """One equation, once.
+
+    Attributes:
+        key: The equation and how often it had run: the same in every run of the program.
+        eqn: The equation.
+        site: Where it stands.
+        ins: Makers of each operand.
+        outs: The results.
+        operands: Of an operation whose result is not finite, what it read; else empty.
+        bad_ins: Which of them are not finite.
+        nan_read: One of them has a NaN.
+        narrow: A result is held in 16 bits.
+        nan: A result has a NaN.
+        inf: A result has an Inf.
+        born: "nan" or "inf" if one appeared where all that was read is finite, else "".
+        born_at: Where in the result that was.
+        size: How many numbers the results have.
+        zeros: How many of them are zero.
+    """
+
+    key: tuple[int, int]
+    eqn: Any
+    site: Site
+    ins: tuple[tuple[int, ...], ...]
+    outs: Sequence[Any]
+    operands: tuple[Any, ...] = ()
+    bad_ins: tuple[int, ...] = ()
+    nan_read: bool = False
+    narrow: bool = False
+    nan: bool = False
+    inf: bool = False
+    born: str = ""
+    born_at: np.ndarray | None = None
+    size: int = 0
+    zeros: int = 0
+
+    @property
+    def bad(self) -> bool:
+        """Whether a result is not finite."""
+        return self.nan or self.inf
+
+
+def fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+    """Notes in the record what went in and came out."""
+    record.narrow = any(is_narrow(jaxprs.dtype_of(var)) for var in eqn.outvars)
+    for out in outs:
+        if not is_floating(out):
+            continue
+        values = on_host(out)
+        record.size += values.size
+        record.zeros += int(np.count_nonzero(values == 0))
+        if all_finite(values):
+            continue
+        finite = np.isfinite(values)
+        record.nan |= bool(np.isnan(values).any())
+        record.inf |= bool(np.isinf(values).any())
+        born = ~finite & _all_read_is_finite(ins, values.shape)
+        if born.any():
+            record.born = "nan" if np.isnan(values[born]).any() else record.born or "inf"
+            record.born_at = born
+    if record.bad:
+        record.operands = tuple(ins)
+        record.bad_ins = tuple(k for k, array in enumerate(ins) if not is_finite(array))
+        record.nan_read = any(np.isnan(on_host(ins[k])).any() for k in record.bad_ins)
+
+
+def _all_read_is_finite(ins: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Per number of the result: what was read for it. Of another shape, everything was."""
+    finite = np.ones(shape, bool)
+    for operand in ins:
+        if is_floating(operand):
+            own = np.isfinite(on_host(operand))
+            finite &= own if own.shape == shape else own.all()
+    return finite

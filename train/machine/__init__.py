@@ -1,0 +1,1 @@
+"""What `train.doctor` finds out about the machine it runs on."""
