@@ -6,9 +6,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+from small_run import assert_same_run, checkpoints, final_state, flags, metrics
 
 import jaxamp
-from tests.small_run import assert_same_run, checkpoints, final_state, flags, metrics
 from train import loop
 from train.checkpoint import load
 from train.config import Config
@@ -143,7 +143,7 @@ def test_stop_saves_and_says_where_to_look(tmp_path, poison, capsys):
     poison(5)
     assert main(flags(tmp_path, on_incident="stop", **QUIET)) == 1
     error = capsys.readouterr().err
-    assert "incidents/step-000005/diagnosis.txt" in error and "embed" in error
+    assert "incidents/step-000005/diagnosis.txt" in error and "blocks/attention/key/kernel" in error
     assert int(final_state(tmp_path)[0].step) in (5, 6)
 
 
@@ -174,8 +174,8 @@ def test_fallback_policy_is_in_force_after_a_resume_too(tmp_path, poison, capsys
     more = QUIET | {"num_steps": 10}
     assert main(flags(tmp_path, "--resume", **given, **more)) == 0
     out = capsys.readouterr().out
-    assert "compute=float32,output=float32 since the incident at step 5" in out
-    assert "compute=float32" in load(tmp_path).config.policy
+    assert "compute=f32,output=f32 since the incident at step 5" in out
+    assert "compute=f32" in load(tmp_path).config.policy
 
 
 def test_rollbacks_are_bounded_over_restarts(tmp_path, poison, capsys):
