@@ -21,6 +21,19 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.fixture(autouse=True)
+def no_diagnoses(request, monkeypatch):
+    """The diagnosis of an incident is a process of half a minute; few tests want it."""
+    if "with_diagnosis" not in request.fixturenames:
+        monkeypatch.setattr("train.loop.begin_diagnosis", lambda bundle: None)
+        monkeypatch.setattr("train.loop.await_diagnoses", lambda diagnoses: None)
+
+
+@pytest.fixture
+def with_diagnosis():
+    """Incidents are diagnosed, as for users."""
+
+
 @pytest.fixture
 def strict_promotion():
     with jax.numpy_dtype_promotion("strict"):

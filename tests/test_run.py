@@ -13,7 +13,7 @@ import jaxamp
 from train import loop
 from train.checkpoint import Checkpointer
 from train.generate import main as generate
-from train.loop import BadSteps
+from train.incidents import BadSteps
 from train.run import main
 from train.step import at_floor
 

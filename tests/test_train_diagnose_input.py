@@ -12,8 +12,8 @@ from train.checkpoint import Checkpointer
 from train.data import load, train_batches
 from train.diagnose import main
 from train.enquiry.case import of_run, one_device
-from train.loop import fresh_state
 from train.parse import load_json, parse
+from train.start import fresh_state
 from train.workdir import write_config
 
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import jaxamp
+from train.checksum import checksum
 from train.config import Config, MeshConfig
 from train.distributed import is_writer, others_failed
 from train.keep import NewestAndBest
@@ -120,6 +120,15 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
 
+    @property
+    def steps(self) -> list[int]:
+        """Of the checkpoints on the disk."""
+        return sorted(self._manager.all_steps())
+
+    def set_aside_after(self, step: int) -> None:
+        """Moves later checkpoints into `rolled-back`: training goes back to this one."""
+        self._set_aside([later for later in self.steps if later > step], "rolled-back")
+
     def restore(self, config: Config, vocab_size: int, fingerprint: str) -> Restored | None:
         """The newest whole checkpoint, or None where there is none.
 
@@ -136,7 +145,7 @@ class Checkpointer:
                 continue
             saved = _config_of(step, meta)
             refuse_other_run(step, saved, meta, config, vocab_size, fingerprint)
-            self._set_aside([later for later in steps if later > step])
+            self._set_aside([later for later in steps if later > step], "damaged")
             state, changes = convert(state, saved, config)
             return Restored(state, meta["data_state"], notes + changes)
         if steps:
@@ -184,13 +193,14 @@ class Checkpointer:
         for path in self._directory.glob("*.orbax-checkpoint-tmp*") if is_writer() else []:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _set_aside(self, steps: list[int]) -> None:
-        aside = self._directory.parent / "damaged"
+    def _set_aside(self, steps: list[int], folder: str) -> None:
+        aside = self._directory.parent / folder
         for step in steps if is_writer() else []:
             aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / str(step), ignore_errors=True)
             (self._directory / str(step)).rename(aside / str(step))
         if steps:
-            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+            multihost_utils.sync_global_devices(f"{folder} checkpoints are set aside")
             self._manager.reload()
 
     @contextlib.contextmanager
@@ -253,21 +263,6 @@ def _without_closed_loops(unraisable: Any) -> None:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
-
-
-@jax.jit
-def checksum(tree: Any) -> jax.Array:
-    """uint32[], the sum of all words of all leaves, modulo 2^32: any one flipped bit changes it."""
-
-    def words(leaf):
-        if leaf.dtype == jnp.bool_:
-            return leaf.astype(jnp.uint32)
-        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
-        return jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
-
-    sums = [jnp.sum(words(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)]
-    weights = jnp.arange(len(sums), dtype=jnp.uint32) * 2 + 1  # odd: tell a leaf from its neighbour
-    return jnp.sum(jnp.stack(sums) * weights, dtype=jnp.uint32)
 
 
 def abstract_state(config: Config, vocab_size: int, mesh: Mesh | None = None) -> TrainState:

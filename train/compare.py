@@ -66,6 +66,11 @@ def main(args: Sequence[str] | None = None) -> int:
 def _compare(args: Sequence[str]) -> int:
     settings, workdir = _settings(args)
     config = settings.config
+    if config.on_incident == "rollback":
+        raise ConfigError(
+            "--on-incident rollback: runs that go back see other data than those that do not, and "
+            "cannot be compared; take skip or stop"
+        )
     mesh = make_mesh(config.mesh)
     check_fits(config, mesh)
     corpus = load(config.data, config.model.vocab_size)

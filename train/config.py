@@ -176,7 +176,14 @@ class Config(_Frozen):
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept, beside the best one."""
     max_bad_steps: Positive = 50
-    """Stop after so many non-finite steps in a row at the lowest loss scale."""
+    """So many non-finite steps in a row at the lowest loss scale are an incident."""
+    on_incident: Literal["skip", "stop", "rollback"] = "skip"
+    """After bad steps in a row, a loss of NaN or a loss spike. skip: go on, but stop after too many
+    bad steps; rollback: go back to the last checkpoint from before, and on with other data."""
+    max_rollbacks: Positive = 3
+    """Stop at the incident after so many."""
+    fallback_policy: str | None = None
+    """Precision from a rollback on, such as float32; None: as before."""
     sample_prompt: str = "The "
     """What the sample at the end starts with."""
     sample_tokens: Natural = 200
@@ -196,6 +203,13 @@ class Config(_Frozen):
                 f"batch_size {self.batch_size} must be a multiple of "
                 f"grad_accum_steps {self.grad_accum_steps}"
             )
+        if self.fallback_policy is not None:
+            jaxamp.get_policy(self.fallback_policy)
+            if self.on_incident != "rollback":
+                raise ValueError(
+                    f"fallback_policy {self.fallback_policy} is for on_incident rollback, and that "
+                    f"is {self.on_incident}"
+                )
         if self.resume and self.workdir is None:
             raise ValueError("resume needs a workdir: the run to go on with")
         self.profile_window  # noqa: B018

@@ -12,11 +12,12 @@ from tqdm import tqdm
 import jaxamp
 from train.config import Config
 from train.data import Corpus
-from train.loop import BadRun, Outcome, Programs, prepare, training
+from train.loop import BadRun, Outcome, Programs, training
 from train.metrics import MetricsWriter
 from train.preemption import stop_signals
 from train.recorded import compile_step, device_peaks, write_figures
 from train.reports.runs import policy_name
+from train.start import prepare
 from train.workdir import write_config
 
 

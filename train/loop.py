@@ -1,35 +1,39 @@
 """The loop: data in, steps, metrics one step late, evaluation, checkpoints, a clean end."""
 
-import json
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 import jaxamp
-from train.checkpoint import Checkpointer
+from train.bundle import Moment, await_diagnoses, begin_diagnosis, write_bundle
 from train.chips import peak_flops
 from train.config import Config
-from train.data import Corpus, eval_batches, train_batches
-from train.distributed import ending_with_the_others, is_writer
+from train.data import Corpus, eval_batches
+from train.distributed import ending_with_the_others, is_writer, say
 from train.flops import model_flops_per_token
-from train.mesh import data_part, global_batch, state_shardings
-from train.metrics import MetricsWriter, memory_metrics
+from train.incidents import Incident, Watch
+from train.mesh import data_part, global_batch
+from train.metrics import Report, RunReport, rows_before
+from train.monitors import known as known_monitors
 from train.preemption import stop_signals
 from train.profile import Profiler
-from train.progress import Meter, Progress
+from train.progress import Meter
+from train.rollback import Response, RollBack, response
+from train.start import Start, prepare
 from train.step import (
     TrainState,
-    init_state,
     make_eval_step,
     make_train_step,
     nonfinite_gradients,
 )
+from train.workdir import write_config
 
 
 class BadRun(Exception):
@@ -47,92 +51,11 @@ class Outcome:
     stopped_by: str | None
 
 
-class Report(Protocol):
-    """What the one process that writes does with the numbers of a step."""
-
-    def step(self, step: int, values: dict[str, float]) -> None: ...
-    def say(self, line: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Report:
-    """`metrics.jsonl`, TensorBoard and a progress bar."""
-
-    def __init__(self, workdir: Path, num_steps: int, first_step: int):
-        self._writer = MetricsWriter(workdir, first_step + 1)
-        self._progress = Progress(num_steps, first_step)
-        self.say = self._progress.say
-
-    def step(self, step: int, values: dict[str, float]) -> None:
-        values = values | memory_metrics()
-        self._writer.write(step, values)
-        self._progress.show(step, values)
-
-    def close(self) -> None:
-        self._progress.close()
-        self._writer.close()
-
-
-class BadSteps:
-    """Counts non-finite steps in a row at the lowest loss scale.
-
-    A bad step above the floor is how a dynamic scale finds its place, and is not counted. Without
-    a scale every step is at the floor.
-    """
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.count = 0
-
-    def are_too_many(self, grads_finite: bool, at_floor: bool) -> bool:
-        self.count = 0 if grads_finite else self.count + int(at_floor)
-        return self.count >= self.limit
-
-
-class Start(NamedTuple):
-    """Where a run starts or goes on: the mesh, structure, state, the iterator over the data.
-
-    `notes` say which, line by line.
-    """
-
-    mesh: Mesh
-    graphdef: nnx.GraphDef
-    state: TrainState
-    batches: Any
-    checkpointer: Checkpointer
-    notes: list[str]
-
-
 class Programs(NamedTuple):
     """The jitted steps of a config and policy; runs with other seeds can share them."""
 
     train_step: Callable
     eval_step: Callable
-
-
-def prepare(
-    config: Config, corpus: Corpus, policy: jaxamp.Policy, workdir: Path, mesh: Mesh
-) -> Start:
-    """A fresh start, or with `resume` the newest whole checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is of another run, or all of them are damaged.
-    """
-    checkpointer = Checkpointer(workdir, config.keep_checkpoints, mesh)
-    batches = train_batches(
-        corpus, config.batch_size, config.seed, *data_part(mesh, config.batch_size)
-    )
-    graphdef, _ = structure(config, corpus, policy)
-    restored, notes = None, []
-    if config.resume:
-        restored = checkpointer.restore(config, corpus.vocab_size, corpus.fingerprint)
-        notes = restored.notes if restored else ["no checkpoint there, starting at step 0"]
-    if restored is None:
-        state = fresh_state(config, corpus, policy, mesh)
-        return Start(mesh, graphdef, state, batches, checkpointer, notes)
-    batches.set_state(restored.data_state)
-    notes = [*notes, f"going on from step {int(restored.state.step)}"]
-    return Start(mesh, graphdef, restored.state, batches, checkpointer, notes)
 
 
 def train(
@@ -141,17 +64,27 @@ def train(
     """Trains until `num_steps` or a signal; saves on the way and at the end.
 
     Raises:
-        BadRun: `max_bad_steps` non-finite steps in a row at the lowest loss scale.
+        BadRun: an incident at which `on_incident` stops, or cannot do what it says.
         CheckpointError: a checkpoint cannot be written.
     """
-    programs = Programs(
-        make_train_step(config, start.graphdef, policy),
-        make_eval_step(config, start.graphdef, policy),
-    )
-    report = _Report(workdir, config.num_steps, int(start.state.step)) if is_writer() else None
     with stop_signals() as stopped, jax.set_mesh(start.mesh):
-        pieces = training(config, corpus, policy, workdir, start, programs, report, stopped)
-        return deque(pieces, maxlen=1).pop()
+        while True:
+            programs = Programs(
+                make_train_step(config, start.graphdef, policy),
+                make_eval_step(config, start.graphdef, policy),
+            )
+            first_step = int(start.state.step)
+            report = RunReport(workdir, config.num_steps, first_step) if is_writer() else None
+            pieces = training(config, corpus, policy, workdir, start, programs, report, stopped)
+            with contextlib.suppress(RollBack):
+                return deque(pieces, maxlen=1).pop()
+            policy = jaxamp.get_policy(config.fallback_policy or policy)
+            config = config.model_copy(update={"policy": str(policy), "resume": True})
+            if is_writer():
+                write_config(config, workdir)
+            start = prepare(config, corpus, policy, workdir, start.mesh, start.log)
+            for note in start.notes:
+                say(f"rollback: {note}")
 
 
 def training(
@@ -168,19 +101,22 @@ def training(
 
     The last outcome is that of the run; the state of one before is gone with the next piece.
     """
-    mesh, graphdef, state, batches, checkpointer, _ = start
+    mesh, graphdef, state, batches, checkpointer, _, log = start
     first_step = int(state.step)
     meter = _meter(config, policy, mesh, state.params)
     profiler = Profiler(config.profile_window if report else range(0), workdir, meter.pause)
-    bad_steps = BadSteps(config.max_bad_steps)
-    values = _last_metrics(workdir)
+    rows = rows_before(workdir, first_step + 1)
+    watch, values = Watch(config.max_bad_steps, rows), rows[-1] if rows else {}
+    kept, diagnoses = set(), []
     pending = stopped_by = None
 
     def finish(pending: tuple[int, Any, Any], *, evaluate: bool) -> dict[str, float]:
         """Waits for a step that was sent to the device, and reports it."""
         step, metrics, batch = pending
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        values = known_monitors(step, values)
         grads_finite, floor = values.pop("amp/grads_finite"), values.pop("amp/at_floor")
+        values["monitor/grad_norm_spikes"] = watch.norm_spikes(values["train/grad_norm"])
         values |= meter.lap()
         if evaluate:
             values["eval/loss"] = evaluation(programs.eval_step, state.params, corpus, config, mesh)
@@ -189,10 +125,35 @@ def training(
             report.step(step, values)
             if not grads_finite and values["amp/skipped_steps"] == 1 and not _has_scale(policy):
                 report.say(_first_skip(step, policy))
-        if bad_steps.are_too_many(grads_finite, floor):
-            leaves = nonfinite_gradients(config, graphdef, policy, state, batch, step)
-            raise BadRun(_too_many_bad_steps(step, values, bad_steps.limit, leaves, policy))
+        incident = watch.look(step, values, grads_finite, floor)
+        if incident:
+            respond(incident, batch)
+            meter.pause()
         return values
+
+    def respond(incident: Incident, batch: Any) -> None:
+        """Keeps what is needed to look into it, the first time, and does what the settings say."""
+        checkpointer.wait()
+        answer = response(incident, config, checkpointer.steps, log)
+        if answer.action == "skip" and incident.kind in kept:
+            return
+        kept.add(incident.kind)
+        position = batches.get_state()
+        moment = Moment(config, state, batch, position, corpus.vocab_size, corpus.fingerprint)
+        bundle = write_bundle(workdir, incident, answer.action, moment, mesh)
+        if answer.to_step is not None:
+            checkpointer.set_aside_after(answer.to_step)
+        after = str(jaxamp.get_policy(config.fallback_policy or policy))
+        entry = {"policy_after": after, "data_state": position, "bundle": bundle.name}
+        log.add(incident, answer, str(policy), **entry)
+        if report:
+            report.say(f"incident at step {incident.step}: {incident.message}; {answer}; {bundle}")
+            diagnoses.append(begin_diagnosis(bundle))
+        if answer.action == "rollback":
+            raise RollBack
+        if answer.action == "stop":
+            leaves = nonfinite_gradients(config, graphdef, policy, state, batch, incident.step)
+            raise BadRun(_stopped(incident, answer, bundle, leaves, policy))
 
     def save(eval_loss: float | None) -> None:
         position = batches.get_state()
@@ -211,10 +172,11 @@ def training(
                 stopped_by = stopped(step)
                 last = step == config.num_steps or stopped_by is not None
                 evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
-                saves = step % config.checkpoint_every_steps == 0 or last
-                if evaluate or saves:
+                # Bad steps in a row push out no good checkpoint.
+                saves = step % config.checkpoint_every_steps == 0 and not watch.bad_steps.count
+                if evaluate or saves or last:
                     values, pending = finish(pending, evaluate=evaluate), None
-                if saves:
+                if saves or last:
                     save(values.get("eval/loss"))
                 if stopped_by:
                     break
@@ -224,12 +186,14 @@ def training(
     except BadRun:
         save(None)
         checkpointer.wait()
+        await_diagnoses(diagnoses)
         raise
     finally:
         profiler.close(state)
         if report:
             report.close()
         checkpointer.close()
+    await_diagnoses(diagnoses)
     yield Outcome(int(state.step), values | meter.average, state, graphdef, stopped_by)
 
 
@@ -242,32 +206,11 @@ def evaluation(eval_step: Any, params: Any, corpus: Corpus, config: Config, mesh
     return nll / count
 
 
-def fresh_state(config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Mesh) -> TrainState:
-    """The state before the first step, where the mesh wants it."""
-    _, shapes = structure(config, corpus, policy)
-    init = jax.jit(
-        lambda: init_state(config, corpus.vocab_size, policy)[1],
-        out_shardings=state_shardings(mesh, shapes),
-    )
-    return init()
-
-
-def structure(config: Config, corpus: Corpus, policy: jaxamp.Policy):
-    """The module structure, and the shapes of the state."""
-    return nnx.eval_shape(lambda: init_state(config, corpus.vocab_size, policy))
-
-
 def _meter(config: Config, policy: jaxamp.Policy, mesh: Mesh, params: Any) -> Meter:
     tokens = config.batch_size * config.data.seq_len
     flops = model_flops_per_token(params, config.model, config.data.seq_len)
     peak = peak_flops(mesh.devices.flat[0].device_kind, policy.compute_dtype)
     return Meter(tokens, flops, None if peak is None else peak * mesh.size)
-
-
-def _last_metrics(workdir: Path) -> dict[str, float]:
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1]) if lines else {}
 
 
 def _has_scale(policy: jaxamp.Policy) -> bool:
@@ -281,15 +224,14 @@ def _first_skip(step: int, policy: jaxamp.Policy) -> str:
     )
 
 
-def _too_many_bad_steps(
-    step: int, values: dict[str, float], limit: int, leaves: list[str], policy: jaxamp.Policy
+def _stopped(
+    incident: Incident, answer: Response, bundle: Path, leaves: list[str], policy: jaxamp.Policy
 ) -> str:
     shown = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
     return (
-        f"step {step}: gradients were not finite {limit} times in a row at the lowest loss scale "
-        f"({values['amp/loss_scale']:g}); loss {values['train/loss']:g}; not finite in "
-        f"{shown or 'nothing on a second look'}; no bad update was applied and the state is saved; "
-        "try a lower --optimizer.learning-rate, "
+        f"step {incident.step}: {incident.message}; gradients not finite in {shown or 'nothing'} "
+        f"on a second look; {answer}; no bad update was applied and the state is saved; look at "
+        f"{bundle / 'diagnosis.txt'}, or try a lower --optimizer.learning-rate, "
         + ("--policy float32" if policy.compute_dtype != "float32" else "another --seed")
-        + ", or look at the data of that step"
+        + ", --on-incident rollback, or look at the data of that step"
     )

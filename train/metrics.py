@@ -4,11 +4,13 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
+
+from train.progress import Progress
 
 # Generated from protocol buffers while it is imported, so a type checker sees no names in it.
 Event: Any = getattr(event_pb2, "Event")  # noqa: B009
@@ -43,6 +45,43 @@ class MetricsWriter:
     def close(self) -> None:
         self._lines.close()
         self._events.close()
+
+
+class Report(Protocol):
+    """What the one process that writes does with the numbers of a step."""
+
+    def step(self, step: int, values: dict[str, float]) -> None: ...
+    def say(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class RunReport:
+    """`metrics.jsonl`, TensorBoard and a progress bar."""
+
+    def __init__(self, workdir: Path, num_steps: int, first_step: int):
+        self._writer = MetricsWriter(workdir, first_step + 1)
+        self._progress = Progress(num_steps, first_step)
+        self.say = self._progress.say
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        values = values | memory_metrics()
+        self._writer.write(step, values)
+        self._progress.show(step, values)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._writer.close()
+
+
+def rows_before(workdir: Path, first_step: int) -> list[dict[str, float]]:
+    """The newest rows of `metrics.jsonl` from before `first_step`."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines[-_LAST:] if line.endswith("\n")]
+    return [row for row in rows if row["step"] < first_step]
+
+
+_LAST = 1000  # more than what is usual is asked of
 
 
 def memory_metrics() -> dict[str, float]:

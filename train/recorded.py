@@ -17,12 +17,13 @@ import jaxamp
 from train import fit
 from train.config import Config, ConfigError
 from train.data import Corpus
-from train.loop import Programs, fresh_state, structure
+from train.loop import Programs
 from train.machine.devices import device_name
 from train.mesh import batch_sharding
 from train.metrics import peak_memory
 from train.reports.runs import policy_name
 from train.roofline import matmul_flops
+from train.start import fresh_state, structure
 from train.step import make_eval_step
 from train.traffic import read
 from train.workdir import write_whole

@@ -17,10 +17,12 @@ from train.distributed import ending_with_the_others, initialize, is_writer, say
 from train.dry_run import mesh_line, shown
 from train.exits import exit_code, leave
 from train.generate import encode_prompt, generate
-from train.loop import BadRun, Outcome, prepare, structure, train
+from train.loop import BadRun, Outcome, train
 from train.mesh import check_fits, make_mesh
 from train.model import count_params
 from train.parse import parse
+from train.rollback import Log
+from train.start import prepare, structure
 from train.step import make_loss_fn, make_optimizer, step_policy
 from train.workdir import refuse_existing, write_config
 
@@ -46,11 +48,15 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(config: Config) -> int:
     if initialize(config.distributed) and config.workdir is None:
         raise ConfigError("--workdir is needed where several processes share a run")
-    policy = jaxamp.get_policy(config.policy)
+    policy, fallback = jaxamp.get_policy(config.policy), None
+    if config.resume:
+        policy, fallback = Log(Path(str(config.workdir))).policy_in_force(policy)
     # Written down as what it came to: "auto" may mean something else on another device.
     config = config.model_copy(update={"policy": str(policy), "workdir": str(_workdir(config))})
     workdir = Path(str(config.workdir))
     say(precision_line(policy))
+    if fallback:
+        say(f"resume: {fallback}")
     for line in warnings(config, policy):
         say(line)
     mesh = make_mesh(config.mesh)

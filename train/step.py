@@ -17,6 +17,7 @@ import jaxamp
 from train.config import Config, OptimizerConfig
 from train.mesh import constrain_like_parameters
 from train.model import create, head, hidden
+from train.monitors import monitors
 
 IGNORE = -100
 """The label of a position that the loss does not count."""
@@ -199,6 +200,9 @@ def make_train_step(config: Config, graphdef: nnx.GraphDef, policy: jaxamp.Polic
             "amp/grads_finite": opt_state.grads_finite,
             "amp/at_floor": at_floor(loss_scale),
         }
+        metrics |= monitors(
+            state.step + 1, state.params, grads, updates, policy, metrics["amp/loss_scale"]
+        )
         new_state = TrainState(state.step + 1, params, opt_state, state.key_data)
         return constrain_like_parameters(new_state), metrics
 

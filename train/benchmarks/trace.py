@@ -14,8 +14,8 @@ from train.benchmarks.options import BenchmarkOptions, config_of
 from train.config import Config
 from train.data import Corpus, load
 from train.figures import Figure, Report, Target, ratio
-from train.loop import structure
 from train.progress import note
+from train.start import structure
 from train.step import init_state, make_train_step
 
 ABOUT = """Measure the time to trace, lower and compile the train step of train.run in float32 and

@@ -17,10 +17,10 @@ from train.checkpoint import load as load_checkpoint
 from train.config import Config, MeshConfig
 from train.data import Batch, Corpus, DataError, load, train_batches
 from train.exits import InputError
-from train.loop import fresh_state
 from train.mesh import make_mesh
 from train.reports.runs import Series, read_run
 from train.resume import Saved, convert, refuse_other_run
+from train.start import fresh_state
 from train.step import TrainState, init_state
 
 FOLLOWING = 19

@@ -1,0 +1,141 @@
+"""What is kept of an incident, laid out like a run: `python -m train.diagnose BUNDLE` looks at it.
+
+`python -m train.bundle BUNDLE` writes the diagnosis beside it. The trainer starts that as a process
+of its own, on the CPU: it must neither hold the training up nor take it down.
+"""
+
+import contextlib
+import importlib.metadata
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from train.checkpoint import Checkpointer
+from train.config import Config
+from train.distributed import is_writer
+from train.incidents import Incident
+from train.step import TrainState
+from train.workdir import write_config, write_whole
+
+_ROWS = 200  # of metrics.jsonl
+_PROCESSOR_SECONDS = 3600  # for a diagnosis
+_PATIENCE = 180  # seconds that a run which ends waits for one
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "orbax-checkpoint")
+
+
+class Moment(NamedTuple):
+    """Where a run was when something was seen: the state is after the newest step that was sent.
+
+    `batch` is the one of the incident's step, over all processes.
+    """
+
+    config: Config
+    state: TrainState
+    batch: Any
+    data_state: dict
+    vocab_size: int
+    fingerprint: str
+
+
+def write_bundle(
+    workdir: Path, incident: Incident, action: str, moment: Moment, mesh: Mesh
+) -> Path:
+    """Writes `incidents/step-NUMBER`, whole or not at all; all processes take part."""
+    bundle = _free(workdir / "incidents", f"step-{incident.step:06d}")
+    part = bundle.with_name(f".{bundle.name}")
+    if is_writer():
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    multihost_utils.sync_global_devices("a bundle is begun")
+    checkpointer = Checkpointer(part, keep=1, mesh=mesh)
+    config, state, batch, data_state, vocab_size, fingerprint = moment
+    checkpointer.save(state, config, vocab_size, data_state, fingerprint, None)
+    rows = {name: _own_rows(array) for name, array in batch.items()}
+    np.savez(part / f"batch-{jax.process_index()}.npz", **rows)
+    if is_writer():
+        write_config(config, part)
+        lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (part / "metrics.jsonl").write_text("".join(lines[-_ROWS:]))
+        about = incident._asdict() | {
+            "action": action,
+            "policy": config.policy,
+            "checkpoint": int(state.step),
+            "device": jax.devices()[0].device_kind,
+            "devices": jax.device_count(),
+            "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+            "command": " ".join(sys.argv),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        write_whole(part / "incident.json", json.dumps(about, indent=2))
+    checkpointer.wait()
+    checkpointer.close()
+    multihost_utils.sync_global_devices("a bundle is whole")
+    if is_writer():
+        part.rename(bundle)
+    return bundle
+
+
+def _free(folder: Path, name: str) -> Path:
+    """After a rollback a step may come, and go wrong, again."""
+    names = [name, *(f"{name}-{k}" for k in range(2, 100))]
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+def _own_rows(array: Any) -> np.ndarray:
+    """This process's rows of a global batch; copies of them are on several devices."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+
+def begin_diagnosis(bundle: Path) -> subprocess.Popen:
+    """Starts to write `diagnosis.txt`, `.json` and `.html` into a bundle."""
+    command = [sys.executable, "-m", "train.bundle", str(bundle)]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        command, **quiet, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+
+
+def await_diagnoses(diagnoses: Sequence[subprocess.Popen]) -> None:
+    """Waits for them, but not for long: they go on by themselves."""
+    until = time.monotonic() + _PATIENCE
+    for diagnosis in diagnoses:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            diagnosis.wait(max(until - time.monotonic(), 0))
+
+
+def main(args: Sequence[str]) -> int:
+    """`python -m train.bundle BUNDLE`."""
+    from train import diagnose  # it imports the trainer, which imports this
+
+    bundle = Path(args[0])
+    os.nice(19)
+    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS))
+    text, errors = io.StringIO(), io.StringIO()
+    outputs = ["--json", str(bundle / "diagnosis.json")]
+    if importlib.util.find_spec("matplotlib"):
+        outputs += ["--report", str(bundle / "diagnosis.html")]
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(errors):
+        code = diagnose.main([str(bundle), *outputs])
+    write_whole(bundle / "diagnosis.txt", text.getvalue() + (errors.getvalue() if code else ""))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
