@@ -63,8 +63,8 @@ def write_bundle(
     checkpointer = Checkpointer(part, keep=1, mesh=mesh)
     config, state, batch, data_state, vocab_size, fingerprint = moment
     checkpointer.save(state, config, vocab_size, data_state, fingerprint, None)
-    rows = {name: _own_rows(array) for name, array in batch.items()}
-    np.savez(part / f"batch-{jax.process_index()}.npz", **rows)
+    tokens, labels = (_own_rows(batch[name]) for name in ("tokens", "labels"))
+    np.savez(part / f"batch-{jax.process_index()}.npz", tokens=tokens, labels=labels)
     if is_writer():
         write_config(config, part)
         lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -105,10 +105,13 @@ def _own_rows(array: Any) -> np.ndarray:
 def begin_diagnosis(bundle: Path) -> subprocess.Popen:
     """Starts to write `diagnosis.txt`, `.json` and `.html` into a bundle."""
     command = [sys.executable, "-m", "train.bundle", str(bundle)]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
-        command, **quiet, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        start_new_session=True,
     )
 
 
@@ -120,6 +123,9 @@ def await_diagnoses(diagnoses: Sequence[subprocess.Popen]) -> None:
             diagnosis.wait(max(until - time.monotonic(), 0))
 
 
+_OUTPUTS = {"json": "json", "report": "html"}
+
+
 def main(args: Sequence[str]) -> int:
     """`python -m train.bundle BUNDLE`."""
     from train import diagnose  # it imports the trainer, which imports this
@@ -128,9 +134,7 @@ def main(args: Sequence[str]) -> int:
     os.nice(19)
     resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS))
     text, errors = io.StringIO(), io.StringIO()
-    outputs = ["--json", str(bundle / "diagnosis.json")]
-    if importlib.util.find_spec("matplotlib"):
-        outputs += ["--report", str(bundle / "diagnosis.html")]
+    outputs = [f"--{name}={bundle / 'diagnosis'}.{end}" for name, end in _OUTPUTS.items()]
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(errors):
         code = diagnose.main([str(bundle), *outputs])
     write_whole(bundle / "diagnosis.txt", text.getvalue() + (errors.getvalue() if code else ""))

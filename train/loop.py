@@ -115,7 +115,7 @@ def training(
         step, metrics, batch = pending
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         values = known_monitors(step, values)
-        grads_finite, floor = values.pop("amp/grads_finite"), values.pop("amp/at_floor")
+        grads_finite, floor = (bool(values.pop(f"amp/{n}")) for n in ("grads_finite", "at_floor"))
         values["monitor/grad_norm_spikes"] = watch.norm_spikes(values["train/grad_norm"])
         values |= meter.lap()
         if evaluate:

@@ -1,6 +1,7 @@
 """Flags and settings that change numbers, or how fast they are computed, and what each does.
 
-Sources: JAX's configuration options, XLA's own `XLA_FLAGS=--help`, DeepRec's and MONAI's pages on TF32.
+Sources: JAX's configuration options, XLA's own `XLA_FLAGS=--help`, DeepRec's and MONAI's
+pages on TF32.
 """
 
 import shlex
