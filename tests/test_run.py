@@ -7,7 +7,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from small_run import assert_same_run, final_state, flags, metrics
+from small_run import assert_same_run, checkpoints, final_state, flags, metrics
 
 import jaxamp
 from train import loop
