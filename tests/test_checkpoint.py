@@ -169,6 +169,17 @@ def test_another_run_is_refused(tmp_path, config, fingerprint, vocab_size, words
     assert "\n" not in str(error.value)
 
 
+def test_a_rollback_moves_later_checkpoints_away(tmp_path):
+    for _ in range(2):  # the second time their places are taken
+        save(tmp_path, 3, 4, 5, keep=9)
+        checkpointer = Checkpointer(tmp_path, 9)
+        checkpointer.set_aside_after(3)
+        assert checkpointer.steps == [3]
+        checkpointer.close()
+        assert sorted(path.name for path in (tmp_path / "rolled-back").iterdir()) == ["4", "5"]
+        shutil.rmtree(tmp_path / "checkpoints")
+
+
 def test_how_the_layers_are_run_may_change(tmp_path):
     save(tmp_path, 3)
     model = CONFIG.model.model_copy(update={"remat": "dots", "scan_layers": True})

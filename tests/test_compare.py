@@ -224,6 +224,7 @@ def test_the_largest_batch_is_an_experiment_of_its_own(tmp_path, monkeypatch):
         (["--memory-gib", "1"], "is for --also-largest-batch"),
         (["--batch-size", "8", "16"], "16"),
         (["--explain"], "--explain is for one run"),
+        (["--on-incident", "rollback"], "cannot be compared"),
         (["--distributed.auto"], "--distributed is for one run"),
         (["--resume"], "--resume needs --workdir"),
         (["--resume", "--workdir", "no-such"], "no comparison there"),
@@ -245,3 +246,10 @@ def test_a_directory_that_holds_a_comparison_is_left_alone(compared, capsys):
     assert compare.main(flags(compared, *POLICIES)) == 2
     assert "holds a comparison" in capsys.readouterr().err
     assert (compared / "compare.json").read_bytes() == before
+
+
+def test_a_directory_that_holds_a_run_is_left_alone(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert compare.main(flags(tmp_path, *POLICIES)) == 2
+    assert "holds a run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

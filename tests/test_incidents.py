@@ -14,8 +14,8 @@ from train.checkpoint import load
 from train.config import Config
 from train.data import load as load_corpus
 from train.data import train_batches
-from train.incidents import Watch
-from train.rollback import Log
+from train.incidents import Incident, Watch
+from train.rollback import Log, response
 from train.run import main
 
 OUT_OF_RANGE = 10**6
@@ -90,6 +90,22 @@ def test_norm_spikes_are_counted_and_go_on_from_earlier_rows():
         values(2.0, n) | {"monitor/grad_norm_spikes": c} for n, c in zip(norms, counts, strict=True)
     ]
     assert Watch(50, rows).norm_spikes(10.5) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "expected"),
+    [
+        ({}, "spike", ("skip", None)),
+        ({}, "skips", ("stop", None)),
+        ({"on_incident": "stop"}, "nan", ("stop", None)),
+        ({"on_incident": "rollback"}, "skips", ("rollback", 6)),
+    ],
+)
+def test_the_response_is_what_the_settings_say(tmp_path, settings, kind, expected):
+    """A checkpoint of the first bad step, or of a later one, is not good."""
+    incident = Incident(kind, 9, 7, "")
+    found = response(incident, Config(**settings), [2, 6, 7, 8], Log(tmp_path))
+    assert (found.action, found.to_step) == expected
 
 
 # Runs. A batch at a time is poisoned on its way to the device.

@@ -28,7 +28,7 @@ from train.report import write_report
 from train.reports.conditions import Comparison
 from train.reports.runs import policy_name
 from train.run import check_policy, loss_and_shapes, precision_line
-from train.workdir import write_whole
+from train.workdir import refuse_existing, write_whole
 
 PROG = "python -m train.compare"
 POLICIES = ("float32", "mixed_bfloat16")
@@ -66,11 +66,6 @@ def main(args: Sequence[str] | None = None) -> int:
 def _compare(args: Sequence[str]) -> int:
     settings, workdir = _settings(args)
     config = settings.config
-    if config.on_incident == "rollback":
-        raise ConfigError(
-            "--on-incident rollback: runs that go back see other data than those that do not, and "
-            "cannot be compared; take skip or stop"
-        )
     mesh = make_mesh(config.mesh)
     check_fits(config, mesh)
     corpus = load(config.data, config.model.vocab_size)
@@ -141,6 +136,7 @@ def _settings(args: Sequence[str]) -> tuple[Settings, Path]:
         raise ConfigError(
             f"--workdir {workdir} holds a comparison; go on with it by --resume, or name another"
         )
+    refuse_existing(workdir)
     return settings, workdir
 
 
@@ -165,6 +161,11 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, got {value}")
     if settings.memory_gib is not None and not settings.also_largest_batch:
         raise ConfigError("--memory-gib is for --also-largest-batch")
+    if config.on_incident == "rollback":
+        raise ConfigError(
+            "--on-incident rollback: runs that go back see other data than those that do not, and "
+            "cannot be compared; take skip or stop"
+        )
     one_run = {
         "--explain": config.explain,
         "--dry-run": config.dry_run,
