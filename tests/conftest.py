@@ -26,7 +26,6 @@ def no_diagnoses(request, monkeypatch):
     """The diagnosis of an incident is a process of half a minute; few tests want it."""
     if "with_diagnosis" not in request.fixturenames:
         monkeypatch.setattr("train.loop.begin_diagnosis", lambda bundle: None)
-        monkeypatch.setattr("train.loop.await_diagnoses", lambda diagnoses: None)
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_runs_take_turns_and_a_bad_one_does_not_stop_the_others(capsys):
             took.append(name)
             yield piece()
         if bad:
-            raise BadRun("gradients were not finite")
+            raise BadRun("skips", "gradients were not finite")
 
     runs = {"a": one("a", 3), "b": one("b", 1, bad=True), "c": one("c", 2)}
     assert experiment.take_turns(runs) is None

@@ -1,12 +1,11 @@
 """What is kept of an incident, laid out like a run: `python -m train.diagnose BUNDLE` looks at it.
 
-`python -m train.bundle BUNDLE` writes the diagnosis beside it. The trainer starts that as a process
-of its own, on the CPU: it must neither hold the training up nor take it down.
+`python -m train.bundle BUNDLE` writes the diagnosis into it. The trainer starts that as a process
+of its own, on the CPU, and does not wait: it must neither hold the training up nor take it down.
 """
 
 import contextlib
 import importlib.metadata
-import io
 import json
 import os
 import resource
@@ -27,12 +26,12 @@ from train.checkpoint import Checkpointer
 from train.config import Config
 from train.distributed import is_writer
 from train.incidents import Incident
+from train.mesh import data_part
 from train.step import TrainState
 from train.workdir import write_config, write_whole
 
 _ROWS = 200  # of metrics.jsonl
 _PROCESSOR_SECONDS = 3600  # for a diagnosis
-_PATIENCE = 180  # seconds that a run which ends waits for one
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "orbax-checkpoint")
 
 
@@ -57,14 +56,16 @@ def write_bundle(
     bundle = _free(workdir / "incidents", f"step-{incident.step:06d}")
     part = bundle.with_name(f".{bundle.name}")
     if is_writer():
-        shutil.rmtree(part, ignore_errors=True)
+        for rest in bundle.parent.glob(".step-*"):  # a kill has left it
+            shutil.rmtree(rest)
         part.mkdir(parents=True)
     multihost_utils.sync_global_devices("a bundle is begun")
     checkpointer = Checkpointer(part, keep=1, mesh=mesh)
     config, state, batch, data_state, vocab_size, fingerprint = moment
     checkpointer.save(state, config, vocab_size, data_state, fingerprint, None)
     tokens, labels = (_own_rows(batch[name]) for name in ("tokens", "labels"))
-    np.savez(part / f"batch-{jax.process_index()}.npz", tokens=tokens, labels=labels)
+    rows, _ = data_part(mesh, config.batch_size)  # processes that hold the same write the same
+    np.savez(part / f"batch-{rows}.npz", tokens=tokens, labels=labels)
     if is_writer():
         write_config(config, part)
         lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -102,28 +103,17 @@ def _own_rows(array: Any) -> np.ndarray:
     return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
 
 
-def begin_diagnosis(bundle: Path) -> subprocess.Popen:
-    """Starts to write `diagnosis.txt`, `.json` and `.html` into a bundle."""
-    command = [sys.executable, "-m", "train.bundle", str(bundle)]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        start_new_session=True,
-    )
-
-
-def await_diagnoses(diagnoses: Sequence[subprocess.Popen]) -> None:
-    """Waits for them, but not for long: they go on by themselves."""
-    until = time.monotonic() + _PATIENCE
-    for diagnosis in diagnoses:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            diagnosis.wait(max(until - time.monotonic(), 0))
-
-
-_OUTPUTS = {"json": "json", "report": "html"}
+def begin_diagnosis(bundle: Path) -> None:
+    """Starts to write `diagnosis.txt`, `.json` and `.html` into a bundle; it outlives the run."""
+    with (bundle / "diagnosis.txt").open("w") as text:
+        subprocess.Popen(
+            [sys.executable, "-m", "train.bundle", str(bundle)],
+            stdin=subprocess.DEVNULL,
+            stdout=text,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            start_new_session=True,
+        )
 
 
 def main(args: Sequence[str]) -> int:
@@ -131,14 +121,17 @@ def main(args: Sequence[str]) -> int:
     from train import diagnose  # it imports the trainer, which imports this
 
     bundle = Path(args[0])
+    _yield_to_others()
+    outputs = {"--json": bundle / "diagnosis.json", "--report": bundle / "diagnosis.html"}
+    return diagnose.main([str(bundle), *(f"{flag}={path}" for flag, path in outputs.items())])
+
+
+def _yield_to_others() -> None:
+    """Last in line for a processor, first to go where memory runs out, and not for ever."""
     os.nice(19)
     resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS))
-    text, errors = io.StringIO(), io.StringIO()
-    outputs = [f"--{name}={bundle / 'diagnosis'}.{end}" for name, end in _OUTPUTS.items()]
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(errors):
-        code = diagnose.main([str(bundle), *outputs])
-    write_whole(bundle / "diagnosis.txt", text.getvalue() + (errors.getvalue() if code else ""))
-    return code
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 if __name__ == "__main__":

@@ -204,7 +204,10 @@ class Config(_Frozen):
                 f"grad_accum_steps {self.grad_accum_steps}"
             )
         if self.fallback_policy is not None:
-            jaxamp.get_policy(self.fallback_policy)
+            try:
+                jaxamp.get_policy(self.fallback_policy)
+            except ValueError as error:
+                raise ValueError(f"fallback_policy: {error}") from None
             if self.on_incident != "rollback":
                 raise ValueError(
                     f"fallback_policy {self.fallback_policy} is for on_incident rollback, and that "

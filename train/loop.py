@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxamp
-from train.bundle import Moment, await_diagnoses, begin_diagnosis, write_bundle
+from train.bundle import Moment, begin_diagnosis, write_bundle
+from train.checkpoint import CheckpointError
 from train.chips import peak_flops
 from train.config import Config
 from train.data import Corpus, eval_batches
@@ -37,7 +38,11 @@ from train.workdir import write_config
 
 
 class BadRun(Exception):
-    """The run cannot go on: gradients stay non-finite. The message says what was seen."""
+    """The run does not go on after an incident of this kind. The message says what was seen."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def training(
     profiler = Profiler(config.profile_window if report else range(0), workdir, meter.pause)
     rows = rows_before(workdir, first_step + 1)
     watch, values = Watch(config.max_bad_steps, rows), rows[-1] if rows else {}
-    kept, diagnoses = set(), []
+    kept: set[str] = set()
     pending = stopped_by = None
 
     def finish(pending: tuple[int, Any, Any], *, evaluate: bool) -> dict[str, float]:
@@ -123,7 +128,8 @@ def training(
             meter.pause()
         if report:
             report.step(step, values)
-            if not grads_finite and values["amp/skipped_steps"] == 1 and not _has_scale(policy):
+            if not grads_finite and floor and "floor" not in kept:
+                kept.add("floor")
                 report.say(_first_skip(step, policy))
         incident = watch.look(step, values, grads_finite, floor)
         if incident:
@@ -133,27 +139,42 @@ def training(
 
     def respond(incident: Incident, batch: Any) -> None:
         """Keeps what is needed to look into it, the first time, and does what the settings say."""
-        checkpointer.wait()
-        answer = response(incident, config, checkpointer.steps, log)
-        if answer.action == "skip" and incident.kind in kept:
+        if config.on_incident == "skip" and incident.kind in kept:
             return
         kept.add(incident.kind)
+        checkpointer.wait()
+        answer = response(incident, config, checkpointer.steps, log)
         position = batches.get_state()
         moment = Moment(config, state, batch, position, corpus.vocab_size, corpus.fingerprint)
-        bundle = write_bundle(workdir, incident, answer.action, moment, mesh)
+        bundle = keep(incident, answer, moment)
         if answer.to_step is not None:
             checkpointer.set_aside_after(answer.to_step)
         after = str(jaxamp.get_policy(config.fallback_policy or policy))
-        entry = {"policy_after": after, "data_state": position, "bundle": bundle.name}
+        entry = {"policy_after": after, "data_state": position, "bundle": bundle}
         log.add(incident, answer, str(policy), **entry)
-        if report:
-            report.say(f"incident at step {incident.step}: {incident.message}; {answer}; {bundle}")
-            diagnoses.append(begin_diagnosis(bundle))
         if answer.action == "rollback":
             raise RollBack
         if answer.action == "stop":
-            leaves = nonfinite_gradients(config, graphdef, policy, state, batch, incident.step)
-            raise BadRun(_stopped(incident, answer, bundle, leaves, policy))
+            leaves = []
+            if incident.kind != "spike":
+                leaves = nonfinite_gradients(config, graphdef, policy, state, batch, incident.step)
+            raise BadRun(incident.kind, _stopped(incident, answer, bundle, leaves, config))
+
+    def keep(incident: Incident, answer: Response, moment: Moment) -> str | None:
+        """Writes the bundle and has it diagnosed; its path, None where it cannot be written."""
+        words = f"incident at step {incident.step}: {incident.message}; {answer}"
+        try:
+            bundle = write_bundle(workdir, incident, answer.action, moment, mesh)
+            if report:
+                report.say(f"{words}; kept in {bundle}")
+                begin_diagnosis(bundle)
+            return str(bundle)
+        except (OSError, CheckpointError) as error:
+            if jax.process_count() > 1:
+                raise  # the others wait for it
+            if report:
+                report.say(f"{words}; nothing is kept of it: {error}")
+            return None
 
     def save(eval_loss: float | None) -> None:
         position = batches.get_state()
@@ -172,28 +193,27 @@ def training(
                 stopped_by = stopped(step)
                 last = step == config.num_steps or stopped_by is not None
                 evaluate = step % config.eval_every_steps == 0 or step == config.num_steps
-                # Bad steps in a row push out no good checkpoint.
-                saves = step % config.checkpoint_every_steps == 0 and not watch.bad_steps.count
-                if evaluate or saves or last:
+                saves = step % config.checkpoint_every_steps == 0 or last
+                if evaluate or saves:
                     values, pending = finish(pending, evaluate=evaluate), None
-                if saves or last:
+                # Bad steps in a row push out no good checkpoint.
+                if last or (saves and not watch.bad_steps.count):
                     save(values.get("eval/loss"))
                 if stopped_by:
                     break
                 if pending is None:
                     yield Outcome(step, values, state, graphdef, None)
             checkpointer.wait()
-    except BadRun:
-        save(None)
-        checkpointer.wait()
-        await_diagnoses(diagnoses)
+    except BadRun as bad:
+        if bad.kind != "spike":  # that state is no good, and the bundle has it
+            save(None)
+            checkpointer.wait()
         raise
     finally:
         profiler.close(state)
         if report:
             report.close()
         checkpointer.close()
-    await_diagnoses(diagnoses)
     yield Outcome(int(state.step), values | meter.average, state, graphdef, stopped_by)
 
 
@@ -219,19 +239,32 @@ def _has_scale(policy: jaxamp.Policy) -> bool:
 
 def _first_skip(step: int, policy: jaxamp.Policy) -> str:
     return (
-        f"warning: step {step}: gradients are not finite in {policy.compute_dtype}, where no loss "
-        "scale is to blame; the step is skipped and counted, and so are those to come"
+        f"warning: step {step}: gradients are not finite in {policy.compute_dtype}, "
+        + ("at the lowest loss scale" if _has_scale(policy) else "where no loss scale is to blame")
+        + "; the step is skipped and counted, and so are those to come"
     )
 
 
 def _stopped(
-    incident: Incident, answer: Response, bundle: Path, leaves: list[str], policy: jaxamp.Policy
+    incident: Incident,
+    answer: Response,
+    bundle: str | None,
+    leaves: list[str],
+    config: Config,
 ) -> str:
     shown = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
+    if incident.kind == "spike":
+        state = "its updates were applied, and that state is not saved as a checkpoint"
+    else:
+        state = (
+            f"gradients not finite in {shown or 'nothing'} on a second look; no bad update was "
+            "applied and the state is saved"
+        )
+    look = f"python -m train.diagnose {bundle}, " if bundle else ""
+    in_float32 = jaxamp.get_policy(config.policy).compute_dtype == "float32"
+    others = ["another --seed" if in_float32 else "--policy float32"]
+    others += ["--on-incident rollback"] if config.on_incident != "rollback" else []
     return (
-        f"step {incident.step}: {incident.message}; gradients not finite in {shown or 'nothing'} "
-        f"on a second look; {answer}; no bad update was applied and the state is saved; look at "
-        f"{bundle / 'diagnosis.txt'}, or try a lower --optimizer.learning-rate, "
-        + ("--policy float32" if policy.compute_dtype != "float32" else "another --seed")
-        + ", --on-incident rollback, or look at the data of that step"
+        f"step {incident.step}: {incident.message}; {answer}; {state}; try {look}a lower "
+        f"--optimizer.learning-rate, {', '.join(others)}, or look at the data of that step"
     )

@@ -77,8 +77,8 @@ def rows_before(workdir: Path, first_step: int) -> list[dict[str, float]]:
     """The newest rows of `metrics.jsonl` from before `first_step`."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines[-_LAST:] if line.endswith("\n")]
-    return [row for row in rows if row["step"] < first_step]
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if row["step"] < first_step][-_LAST:]
 
 
 _LAST = 1000  # more than what is usual is asked of

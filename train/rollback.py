@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jaxamp
 from train.config import Config
 from train.distributed import is_writer
+from train.exits import InputError
 from train.incidents import Incident
 
 
@@ -37,9 +38,11 @@ class Log:
 
     def __init__(self, workdir: Path):
         self._path = workdir / "incidents" / "log.jsonl"
-        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        # A kill may have cut the last line.
-        self.entries = [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        try:
+            self.entries = [_entry(line) for line in lines]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{self._path}: damaged; move it away to forget them") from None
 
     @property
     def rollbacks(self) -> list[dict[str, Any]]:
@@ -63,9 +66,12 @@ class Log:
             rest.replace(self._path)
 
     def data_state(self, step: int) -> Any:
-        """Where the data go on after checkpoint `step`, if training went back to it."""
-        last = self.rollbacks[-1] if self.rollbacks else {"to_step": None}
-        return last["data_state"] if last["to_step"] == step else None
+        """Where the data go on after checkpoint `step`, if training went back to it.
+
+        Or to a later one, which turned out to be damaged.
+        """
+        last = self.rollbacks[-1] if self.rollbacks else {"to_step": -1}
+        return last["data_state"] if last["to_step"] >= step else None
 
     def policy_in_force(self, policy: jaxamp.Policy) -> tuple[jaxamp.Policy, str | None]:
         """The fallback that a rollback brought in place of `policy`, and a line that says so."""
@@ -74,6 +80,14 @@ class Log:
                 line = f"policy {entry['policy_after']} since the incident at step {entry['step']}"
                 return jaxamp.get_policy(entry["policy_after"]), line
         return policy, None
+
+
+def _entry(line: str) -> dict[str, Any]:
+    entry = json.loads(line)
+    if entry["action"] == "rollback":
+        for name in ("step", "to_step", "policy", "policy_after", "data_state"):
+            entry[name]
+    return entry
 
 
 def response(incident: Incident, config: Config, checkpoints: Iterable[int], log: Log) -> Response:

@@ -71,6 +71,11 @@ def _run(config: Config) -> int:
         say(mesh_line(mesh))
     loss_fn, args = loss_and_shapes(config, corpus, policy)
     check_policy(policy, loss_fn, args)
+    if config.fallback_policy is not None:
+        fallback_policy = jaxamp.get_policy(config.fallback_policy)
+        model_line(config, corpus, fallback_policy)  # its attention kernel can run
+        fallback_loss = loss_and_shapes(config, corpus, fallback_policy)
+        check_policy(fallback_policy, *fallback_loss, flag="--fallback-policy")
     if config.explain:
         say(explained(config, policy, loss_fn, args))
         return 0
@@ -86,6 +91,7 @@ def _run(config: Config) -> int:
         write_config(config, workdir)
     say(f"run: {workdir}")
     outcome = train(config, corpus, policy, workdir, start)
+    policy, _ = start.log.policy_in_force(policy)
     if outcome.stopped_by:
         say(
             f"stopped by {outcome.stopped_by} at step {outcome.step}, which is saved; go on with: "
@@ -95,6 +101,8 @@ def _run(config: Config) -> int:
     written = ["config.json", "metrics.jsonl", "checkpoints", "tensorboard"]
     if _sample(config, corpus, policy, outcome, workdir):
         written.append("sample.txt")
+    if start.log.entries:
+        written.append(f"incidents ({len(start.log.entries)}, see log.jsonl there)")
     say(f"wrote {workdir}: {', '.join(written)}")
     say(_last_line(outcome))
     return 0
@@ -174,12 +182,14 @@ def explained(config: Config, policy: jaxamp.Policy, loss_fn: Callable, args: tu
     return "\n".join([str(explanation), *(f"note: {note}" for note in notes)])
 
 
-def check_policy(policy: jaxamp.Policy, loss_fn: Callable, args: tuple) -> None:
+def check_policy(
+    policy: jaxamp.Policy, loss_fn: Callable, args: tuple, flag: str = "--policy"
+) -> None:
     """A policy that cannot be met is found by tracing, before anything is written."""
     try:
         jax.eval_shape(jaxamp.autocast(loss_fn, policy), *args)
     except ValueError as error:
-        raise ConfigError(f"--policy {policy}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{flag} {policy}: {' '.join(str(error).split())}") from None
 
 
 def _workdir(config: Config) -> Path:

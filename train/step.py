@@ -272,8 +272,8 @@ def nonfinite_gradients(
         loss_scale=jaxamp.loss_scale(state.opt_state),
     )
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data), step - 1)
-    compute = jax.jit(functools.partial(accumulate, grad_fn, num_microbatches=1))
-    _, grads = compute(state.params, batch, key)
+    add_up = functools.partial(accumulate, grad_fn, num_microbatches=config.grad_accum_steps)
+    _, grads = jax.jit(add_up)(state.params, batch, key)
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     return [
         jax.tree_util.keystr(path, simple=True, separator="/")

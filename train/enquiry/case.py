@@ -136,8 +136,9 @@ def of_run(path: Path, config: Config, policy: jaxamp.Policy) -> Case:
 def newest_incident(run: Path) -> Path:
     """The newest incident of a run; the run itself where it has none, or is one."""
     files = (run / "incidents").glob("step-*/incident.json")
-    folders = sorted((file.parent for file in files), key=lambda path: (len(path.name), path.name))
-    return folders[-1] if folders else run
+    # step-000123, and step-000123-2 where it went wrong again after a rollback.
+    number = lambda path: [int(part) for part in path.name.split("-")[1:]]  # noqa: E731
+    return max((file.parent for file in files), key=number, default=run)
 
 
 def one_device() -> jax.sharding.Mesh:
