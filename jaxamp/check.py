@@ -12,6 +12,7 @@ import optax
 from jaxamp import jaxprs
 from jaxamp.loss_scale import NoOpLossScale, get_loss_scale, to_float32
 from jaxamp.optimizer import GUARD, ApplyIfFiniteState
+from jaxamp.policy import get_policy
 
 
 def check_optimizer(
@@ -26,7 +27,8 @@ def check_optimizer(
 
     Args:
         tx: Any optax transformation, as the training step uses it.
-        params: The parameters that are trained, arrays or `jax.ShapeDtypeStruct`s.
+        params: The parameters that are trained, arrays or `jax.ShapeDtypeStruct`s; in 16 bits
+            where the policy keeps them so.
         policy: The policy of the training step, or its string.
         **extra_args: What `tx.update` needs beside gradients, state and parameters.
 
@@ -46,7 +48,9 @@ def check_optimizer(
     >>> print(check_optimizer(wrong, params, "compute=f16")[0].split(" (")[0])
     clip_by_global_norm
     """
-    tx = optax.with_extra_args_support(tx)
+    tx, policy = optax.with_extra_args_support(tx), get_policy(policy)
+    if policy.param_dtype.itemsize < 4:  # else arrays of 16 bits are told as they are
+        params = jax.eval_shape(policy.cast_to_param, params)
     opt_state = jax.eval_shape(tx.init, params)
     notes = [*_narrow("the parameters", params), *_narrow_state(opt_state)]
     is_guard = lambda node: isinstance(node, ApplyIfFiniteState)  # noqa: E731

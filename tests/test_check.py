@@ -228,3 +228,12 @@ def test_the_trainer_prints_what_it_finds():
     args = (params(jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.bfloat16))
     text = explained(Config(), policy, lambda p, x: jnp.sum(x @ p["a"] + p["b"]), args)
     assert text.splitlines()[-1].startswith("note: the parameters: bfloat16")
+
+
+def test_parameters_are_those_of_the_policy():
+    """A step keeps them in the policy's dtype, whatever the arrays at hand are in."""
+    params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    notes = jaxamp.check_optimizer(optax.adam(1e-3), params, "params=bf16,compute=bf16")
+    assert any(note.startswith("the parameters: bfloat16") for note in notes)
+    assert any(note.startswith("mu: bfloat16") or "mu" in note for note in notes)
+    assert jaxamp.check_optimizer(optax.adam(1e-3), params, "compute=bf16") == ()

@@ -182,3 +182,13 @@ def test_the_clip_must_see_unscaled_gradients():
     scaled = in_16_bits([2.0] * 20, norm=32768.0)
     assert sixteen_bits.order(case, scaled).status == "suspect"
     assert sixteen_bits.order(case, in_16_bits([], gradient=BAD)).status == "not checked"
+
+
+def test_where_float32_fails_the_verdict_names_the_line():
+    fault = SimpleNamespace(kind="overflow", primitive="mul", where="model.py:7:3 (f)")
+    made = {"gradient32": BAD, "trained": lambda anew: None, "stable_rate": None, "unstable": False}
+    found = any_precision.float32(CASE, evidence_of(**made, diagnosis=SimpleNamespace(fault=fault)))
+    assert found.status == "cause" and found.text.endswith("overflow, made by mul")
+    assert "model.py:7:3 (f)" in found.advice
+    nothing = evidence_of(**made, diagnosis=SimpleNamespace(fault=None))
+    assert "the data and the loss" in any_precision.float32(CASE, nothing).advice

@@ -121,10 +121,14 @@ def float32(case: Case, evidence: Evidence) -> Finding:
     if one.finite and not evidence.gradient.finite:
         text = "float32 is not stable over some steps, but gives a finite one here"
         return Finding("suspect", text, tuple(shown), "see the lines about 16 bits first")
-    text = f"float32 {'is not stable' if one.finite else 'gives no finite step'} either"
-    shown += _place(evidence)
     advice = "no lower learning rate helps from here: go on from an older checkpoint, and look at "
-    return Finding("cause", text, tuple(shown), advice + "the data and the formula there")
+    if one.finite or evidence.diagnosis.fault is None:
+        text = f"float32 {'is not stable' if one.finite else 'gives no finite step'} either"
+        return Finding("cause", text, tuple(shown), advice + "the data and the loss")
+    fault = evidence.diagnosis.fault
+    text = f"float32 gives no finite step either: {fault.kind}, made by {fault.primitive}"
+    place = f"{fault.where or 'no line'}: what it reads, and the settings that it depends on"
+    return Finding("cause", text, (*shown, *str(fault).splitlines()[:2]), advice + place)
 
 
 def _shown(trained: Trained | None, anew: bool, rate: float = 1.0) -> list[str]:
@@ -138,11 +142,6 @@ def _shown(trained: Trained | None, anew: bool, rate: float = 1.0) -> list[str]:
         f"{len(losses)} steps {start}{part}: loss {losses[0]:.4g} to {losses[-1]:.4g}, "
         f"risen by {trained.rise:.2g} at most{bad}"
     ]
-
-
-def _place(evidence: Evidence) -> list[str]:
-    fault = None if evidence.gradient32.finite else evidence.diagnosis.fault
-    return str(fault).splitlines()[:2] if fault else []
 
 
 def learning_rate(case: Case, evidence: Evidence) -> Finding:

@@ -84,7 +84,9 @@ def scale(case: Case, evidence: Evidence) -> Finding:
         )
         shown.append(f"checked: {fault.remedy.checked}")
         return Finding(_status(evidence), text, tuple(shown), advice)
-    if fault is None and best is not None and best.flushed_now > best.flushed + MANY_ZEROS:
+    if fault is not None:
+        return not_checked("what is wrong here is not the scale's doing: see the operation below")
+    if best is not None and best.flushed_now > best.flushed + MANY_ZEROS:
         text = f"the loss scale is too low: {_power(now)} makes more gradients zero than need be"
         advice = f"{_power(best.loss_scale)} would keep them; a dynamic scale rises by itself"
         return Finding("suspect", text, tuple(shown), advice)
