@@ -231,6 +231,8 @@ def test_a_death_after_a_rollback_does_not_meet_the_same_data_again(tmp_path, po
 def test_settings_that_do_not_go_together():
     with pytest.raises(ValueError, match="is for on_incident rollback"):
         Config(fallback_policy="float32")
+    with pytest.raises(ValueError, match="needs keep_checkpoints 2 or more, not 1"):
+        Config(on_incident="rollback", keep_checkpoints=1)
     with pytest.raises(ValueError, match="fp7"):
         Config(on_incident="rollback", fallback_policy="compute=fp7")
 

@@ -213,6 +213,11 @@ class Config(_Frozen):
                     f"fallback_policy {self.fallback_policy} is for on_incident rollback, and that "
                     f"is {self.on_incident}"
                 )
+        if self.on_incident == "rollback" and self.keep_checkpoints < 2:
+            raise ValueError(
+                f"on_incident rollback needs keep_checkpoints 2 or more, not "
+                f"{self.keep_checkpoints}: the newest one may be of after an incident began"
+            )
         if self.resume and self.workdir is None:
             raise ValueError("resume needs a workdir: the run to go on with")
         self.profile_window  # noqa: B018

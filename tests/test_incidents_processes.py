@@ -1,0 +1,36 @@
+"""An incident of a run of two processes: both decide alike, and one bundle has all of it."""
+
+import numpy as np
+import pytest
+from small_run import metrics
+from two_processes import run_two
+
+from train.checkpoint import load
+from train.rollback import Log
+
+# The second update throws the weights so far that float16 overflows in the forward pass.
+ASTRAY = {"optimizer__learning_rate": 300, "policy": "mixed_float16", "checkpoint_every_steps": 1}
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_together(tmp_path):
+    given = {"on_incident": "rollback", "fallback_policy": "float32", "max_rollbacks": 9}
+    codes, outputs = run_two(tmp_path, **ASTRAY, **given)
+    assert codes == [0, 0], outputs
+    first = Log(tmp_path).entries[0]
+    assert (first["kind"], first["action"]) == ("nan", "rollback")
+    assert first["to_step"] < first["step"]
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7))
+    assert "compute=f32" in load(tmp_path).config.policy
+    bundle = tmp_path / "incidents" / f"step-{first['step']:06d}"
+    rows = [np.load(bundle / f"batch-{k}.npz")["tokens"] for k in (0, 1)]
+    assert [part.shape for part in rows] == [(2, 32), (2, 32)]
+    assert load(bundle).config.policy == "params=f32,compute=f16,output=f32"
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together(tmp_path):
+    codes, outputs = run_two(tmp_path, **ASTRAY, on_incident="stop")
+    assert codes == [1, 1], outputs
+    assert all("error: step" in errors for _, errors in outputs)
+    assert [entry["action"] for entry in Log(tmp_path).entries] == ["stop"]
