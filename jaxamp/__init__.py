@@ -15,7 +15,8 @@ The step, in its ten words:
     explain.py     explain: what was decided and why; stops.py (casts that cut a gradient)
     check.py       check_optimizer: what loses or hides 16-bit gradients in an optimizer
     diagnose.py    diagnose: where a step makes NaN or Inf, and where its precision goes
-                     interpret.py, operate.py (runs), blame.py, remedies.py (NaN and Inf),
+                     interpret.py, operate.py, record.py (runs),
+                     blame.py, problem.py, remedies.py (NaN and Inf),
                      census.py (ranges), sensitivity.py (errors), diagnosis.py (the report)
     nnx.py         autocast and value_and_grad for functions of Flax NNX modules
     gradients.py   value_and_grad: cast, forward, scale, backward, unscale

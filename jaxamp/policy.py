@@ -245,7 +245,7 @@ def _parse_dtype(key: str, value: str) -> str:
 def _unknown(what: str, given: str, allowed, where: str = "") -> str:
     nearest = difflib.get_close_matches(given, list(allowed), n=1)
     hint = f" did you mean {nearest[0]!r}?" if nearest else ""
-    return f"unknown {what} {given!r}{where};{hint} allowed: {', '.join(allowed)}"
+    return f"unknown {what} {given!r}{where};{hint} allowed: {', '.join(dict.fromkeys(allowed))}"
 
 
 def _floating_dtype(name: str, dtype: Any) -> np.dtype:

@@ -242,7 +242,7 @@ def test_a_bundle_cut_short_is_not_there(tmp_path, poison):
     (tmp_path / "incidents/.step-000004").mkdir(parents=True)
     (tmp_path / "incidents/.step-000004/junk").touch()
     poison(4)
-    assert main(flags(tmp_path, **QUIET)) == 0
+    assert main(flags(tmp_path, "--resume", **QUIET)) == 0
     names = sorted(path.name for path in (tmp_path / "incidents").iterdir())
     assert names == ["log.jsonl", "step-000004"]
     assert not (tmp_path / "incidents/step-000004/junk").exists()

@@ -5,7 +5,6 @@ of its own, on the CPU, and does not wait: it must neither hold the training up 
 """
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import resource
@@ -26,13 +25,13 @@ from train.checkpoint import Checkpointer
 from train.config import Config
 from train.distributed import is_writer
 from train.incidents import Incident
+from train.machine.versions import versions
 from train.mesh import data_part
 from train.step import TrainState
 from train.workdir import write_config, write_whole
 
 _ROWS = 200  # of metrics.jsonl
 _PROCESSOR_SECONDS = 3600  # for a diagnosis
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "orbax-checkpoint")
 
 
 class Moment(NamedTuple):
@@ -76,7 +75,7 @@ def write_bundle(
             "checkpoint": int(state.step),
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),
-            "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+            "versions": versions(),
             "command": " ".join(sys.argv),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }

@@ -33,7 +33,7 @@ from train.keep import NewestAndBest
 from train.mesh import make_mesh, placed
 from train.parse import load_json
 from train.resume import CheckpointError, Saved, convert, refuse_other_run
-from train.step import TrainState, init_state
+from train.step import TrainState, structure
 
 FORMAT = 1
 
@@ -268,7 +268,7 @@ def _first_line(error: BaseException) -> str:
 def abstract_state(config: Config, vocab_size: int, mesh: Mesh | None = None) -> TrainState:
     """Shapes, dtypes and shardings of the train state of a config."""
     policy = jaxamp.get_policy(config.policy)
-    shapes = jax.eval_shape(lambda: init_state(config, vocab_size, policy)[1])
+    _, shapes = structure(config, vocab_size, policy)
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1]) if mesh is None else mesh
     return placed(mesh, shapes)
 

@@ -17,6 +17,7 @@ from train.metrics import MetricsWriter
 from train.preemption import stop_signals
 from train.recorded import compile_step, device_peaks, write_figures
 from train.reports.runs import policy_name
+from train.rollback import Log
 from train.start import prepare
 from train.workdir import write_config
 
@@ -110,7 +111,7 @@ def _run(
 ) -> Iterator[Outcome]:
     workdir = Path(str(config.workdir))
     write_config(config, workdir)
-    start = prepare(config, corpus, policy, workdir, mesh)
+    start = prepare(config, corpus, policy, workdir, mesh, Log(workdir))
     done = int(start.state.step)
     bar.update(done)
     report = _Report(workdir, done, bar, _label(policy, config.seed))

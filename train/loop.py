@@ -118,8 +118,8 @@ def training(
     def finish(pending: tuple[int, Any, Any], *, evaluate: bool) -> dict[str, float]:
         """Waits for a step that was sent to the device, and reports it."""
         step, metrics, batch = pending
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        values = known_monitors(step, values)
+        metrics = jax.device_get(known_monitors(step, metrics))
+        values = {name: value.item() for name, value in metrics.items()}
         grads_finite, floor = (bool(values.pop(f"amp/{n}")) for n in ("grads_finite", "at_floor"))
         values["monitor/grad_norm_spikes"] = watch.norm_spikes(values["train/grad_norm"])
         values |= meter.lap()
@@ -134,7 +134,6 @@ def training(
         incident = watch.look(step, values, grads_finite, floor)
         if incident:
             respond(incident, batch)
-            meter.pause()
         return values
 
     def respond(incident: Incident, batch: Any) -> None:
@@ -142,6 +141,7 @@ def training(
         if config.on_incident == "skip" and incident.kind in kept:
             return
         kept.add(incident.kind)
+        meter.pause()
         checkpointer.wait()
         answer = response(incident, config, checkpointer.steps, log)
         position = batches.get_state()
@@ -149,7 +149,8 @@ def training(
         bundle = keep(incident, answer, moment)
         if answer.to_step is not None:
             checkpointer.set_aside_after(answer.to_step)
-        after = str(jaxamp.get_policy(config.fallback_policy or policy))
+        fallback = config.fallback_policy if answer.action == "rollback" else None
+        after = str(jaxamp.get_policy(fallback or policy))
         entry = {"policy_after": after, "data_state": position, "bundle": bundle}
         log.add(incident, answer, str(policy), **entry)
         if answer.action == "rollback":

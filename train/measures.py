@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 import jaxamp
 from train.config import Config
 from train.data import Corpus, train_batches
-from train.step import init_state, make_train_step
+from train.step import init_state, make_train_step, structure
 from train.variants import SCAN, Layers, Variant, make_variants
 
 FLOAT32 = jaxamp.get_policy("float32")
@@ -34,14 +33,9 @@ class Point(NamedTuple):
     batch: Any
 
 
-def structure(config: Config, vocab_size: int) -> tuple[nnx.GraphDef, Any]:
-    """The model's structure and the shapes of a training state."""
-    return nnx.eval_shape(lambda: init_state(config, vocab_size, FLOAT32))
-
-
 def trained(config: Config, corpus: Corpus, seeds: range, num_steps: int) -> Iterator[Point]:
     """One point per seed of initial parameters and data order, after float32 training."""
-    graphdef, _ = structure(config, corpus.vocab_size)
+    graphdef, _ = structure(config, corpus.vocab_size, FLOAT32)
     train_step = make_train_step(config, graphdef, FLOAT32)
     for seed in seeds:
         seeded = config.model_copy(update={"seed": seed})
@@ -156,5 +150,5 @@ def of_config(
     config: Config, corpus: Corpus, compute: str, layers: Layers = SCAN
 ) -> dict[str, Variant]:
     """`make_variants` for a config."""
-    graphdef, _ = structure(config, corpus.vocab_size)
+    graphdef, _ = structure(config, corpus.vocab_size, FLOAT32)
     return make_variants(config, graphdef, compute, layers)

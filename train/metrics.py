@@ -1,5 +1,6 @@
 """What a run measures, written as `metrics.jsonl` and as TensorBoard event files."""
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -77,11 +78,13 @@ def rows_before(workdir: Path, first_step: int) -> list[dict[str, float]]:
     """The newest rows of `metrics.jsonl` from before `first_step`."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [row for row in rows if row["step"] < first_step][-_LAST:]
+    # A kill may have cut the last line.
+    rows = (json.loads(line) for line in reversed(lines) if line.endswith("\n"))
+    before = itertools.islice((row for row in rows if row["step"] < first_step), _LAST)
+    return list(before)[::-1]
 
 
-_LAST = 1000  # more than what is usual is asked of
+_LAST = 1000  # the 64 finite ones that `train.incidents` looks at are among them
 
 
 def memory_metrics() -> dict[str, float]:

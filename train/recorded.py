@@ -1,8 +1,6 @@
 """What is known of a policy's training step beside its metrics: `figures.json` of a run."""
 
-import importlib.metadata
 import json
-import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -19,16 +17,15 @@ from train.config import Config, ConfigError
 from train.data import Corpus
 from train.loop import Programs
 from train.machine.devices import device_name
+from train.machine.versions import versions
 from train.mesh import batch_sharding
 from train.metrics import peak_memory
 from train.reports.runs import policy_name
 from train.roofline import matmul_flops
-from train.start import fresh_state, structure
-from train.step import make_eval_step
+from train.start import fresh_state
+from train.step import make_eval_step, structure
 from train.traffic import read
 from train.workdir import write_whole
-
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "jaxamp-train")
 
 
 class Compiled(NamedTuple):
@@ -55,7 +52,7 @@ def compile_step(config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Me
             f"{name} needs {needed:.2f} GiB of a device that has {there:.2f}; lower --batch-size, "
             "raise --grad-accum-steps, or see what train.plan advises"
         )
-    graphdef, _ = structure(config, corpus, policy)
+    graphdef, _ = structure(config, corpus.vocab_size, policy)
     programs = Programs(attempt.program, make_eval_step(config, graphdef, policy))
     return Compiled(programs, attempt, seconds)
 
@@ -105,8 +102,7 @@ def write_figures(
     figures = {
         "device": f"{mesh.size} x {device_name(device)}" if mesh.size > 1 else device_name(device),
         "device_kind": device.device_kind,
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": versions(),
         "commit": _commit(),
         "command": command,
         "memory": {f"{name}_bytes": sizes[name] for name in sizes if name != "capacity"},

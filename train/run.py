@@ -22,8 +22,8 @@ from train.mesh import check_fits, make_mesh
 from train.model import count_params
 from train.parse import parse
 from train.rollback import Log
-from train.start import prepare, structure
-from train.step import make_loss_fn, make_optimizer, step_policy
+from train.start import prepare
+from train.step import make_loss_fn, make_optimizer, step_policy, structure
 from train.workdir import refuse_existing, write_config
 
 DESCRIPTION = """Train a Transformer in mixed precision, on real text, with no dtype in the model.
@@ -48,12 +48,11 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(config: Config) -> int:
     if initialize(config.distributed) and config.workdir is None:
         raise ConfigError("--workdir is needed where several processes share a run")
-    policy, fallback = jaxamp.get_policy(config.policy), None
-    if config.resume:
-        policy, fallback = Log(Path(str(config.workdir))).policy_in_force(policy)
+    workdir = _workdir(config)
+    log = Log(workdir)
+    policy, fallback = log.policy_in_force(jaxamp.get_policy(config.policy))
     # Written down as what it came to: "auto" may mean something else on another device.
-    config = config.model_copy(update={"policy": str(policy), "workdir": str(_workdir(config))})
-    workdir = Path(str(config.workdir))
+    config = config.model_copy(update={"policy": str(policy), "workdir": str(workdir)})
     say(precision_line(policy))
     if fallback:
         say(f"resume: {fallback}")
@@ -80,18 +79,18 @@ def _run(config: Config) -> int:
         say(explained(config, policy, loss_fn, args))
         return 0
     if config.dry_run:
-        params = structure(config, corpus, policy)[1].params
+        params = structure(config, corpus.vocab_size, policy)[1].params
         say(shown(config, params, corpus.vocab_size, policy, mesh))
         return 0
     multihost_utils.sync_global_devices("all have looked at workdir")
-    start = prepare(config, corpus, policy, workdir, mesh)
+    start = prepare(config, corpus, policy, workdir, mesh, log)
     for note in start.notes:
         say(f"resume: {note}")
     if is_writer():
         write_config(config, workdir)
     say(f"run: {workdir}")
     outcome = train(config, corpus, policy, workdir, start)
-    policy, _ = start.log.policy_in_force(policy)
+    policy, _ = log.policy_in_force(policy)
     if outcome.stopped_by:
         say(
             f"stopped by {outcome.stopped_by} at step {outcome.step}, which is saved; go on with: "
@@ -101,8 +100,8 @@ def _run(config: Config) -> int:
     written = ["config.json", "metrics.jsonl", "checkpoints", "tensorboard"]
     if _sample(config, corpus, policy, outcome, workdir):
         written.append("sample.txt")
-    if start.log.entries:
-        written.append(f"incidents ({len(start.log.entries)}, see log.jsonl there)")
+    if log.entries:
+        written.append(f"incidents ({len(log.entries)}, see log.jsonl there)")
     say(f"wrote {workdir}: {', '.join(written)}")
     say(_last_line(outcome))
     return 0
@@ -150,7 +149,7 @@ def model_line(config: Config, corpus: Corpus, policy: jaxamp.Policy) -> str:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _, state = structure(config, corpus, policy)
+    _, state = structure(config, corpus.vocab_size, policy)
     return (
         f"{count_params(state.params):,} parameters, n_layers {config.model.n_layers}, "
         f"vocabulary {corpus.vocab_size}; attention {kernel} ({reason})"
@@ -161,7 +160,7 @@ def loss_and_shapes(
     config: Config, corpus: Corpus, policy: jaxamp.Policy
 ) -> tuple[Callable, tuple]:
     """The loss of a microbatch, and the shapes of its arguments."""
-    graphdef, state = structure(config, corpus, policy)
+    graphdef, state = structure(config, corpus.vocab_size, policy)
     rows = config.batch_size // config.grad_accum_steps
     ids = jax.ShapeDtypeStruct((rows, config.data.seq_len), np.int32)
     key = jax.eval_shape(jax.random.key, 0)

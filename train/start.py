@@ -13,7 +13,7 @@ from train.config import Config
 from train.data import Corpus, train_batches
 from train.mesh import data_part, state_shardings
 from train.rollback import Log
-from train.step import TrainState, init_state
+from train.step import TrainState, init_state, structure
 
 
 class Start(NamedTuple):
@@ -37,19 +37,18 @@ def prepare(
     policy: jaxamp.Policy,
     workdir: Path,
     mesh: Mesh,
-    log: Log | None = None,
+    log: Log,
 ) -> Start:
-    """A fresh start, or with `resume` the newest whole checkpoint; without `log` it is read.
+    """A fresh start, or with `resume` the newest whole checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is of another run, or all of them are damaged.
     """
-    log = Log(workdir) if log is None else log
     checkpointer = Checkpointer(workdir, config.keep_checkpoints, mesh)
     batches = train_batches(
         corpus, config.batch_size, config.seed, *data_part(mesh, config.batch_size)
     )
-    graphdef, _ = structure(config, corpus, policy)
+    graphdef, _ = structure(config, corpus.vocab_size, policy)
     restored, notes = None, []
     if config.resume:
         restored = checkpointer.restore(config, corpus.vocab_size, corpus.fingerprint)
@@ -65,14 +64,9 @@ def prepare(
 
 def fresh_state(config: Config, corpus: Corpus, policy: jaxamp.Policy, mesh: Mesh) -> TrainState:
     """The state before the first step, where the mesh wants it."""
-    _, shapes = structure(config, corpus, policy)
+    _, shapes = structure(config, corpus.vocab_size, policy)
     init = jax.jit(
         lambda: init_state(config, corpus.vocab_size, policy)[1],
         out_shardings=state_shardings(mesh, shapes),
     )
     return init()
-
-
-def structure(config: Config, corpus: Corpus, policy: jaxamp.Policy):
-    """The module structure, and the shapes of the state."""
-    return nnx.eval_shape(lambda: init_state(config, corpus.vocab_size, policy))

@@ -90,7 +90,7 @@ def decayed(params: Any) -> Any:
 def init_state(
     config: Config, vocab_size: int, policy: jaxamp.Policy
 ) -> tuple[nnx.GraphDef, TrainState]:
-    """The structure of the model and the state before the first step; also under `eval_shape`."""
+    """The structure of the model and the state before the first step."""
     params_key, dropout_key = jax.random.split(jax.random.key(config.seed))
     graphdef, params = create(config.model, vocab_size, params_key, policy.compute_dtype)
     params = policy.cast_to_param(params)
@@ -99,6 +99,13 @@ def init_state(
         jnp.zeros([], jnp.int32), params, tx.init(params), jax.random.key_data(dropout_key)
     )
     return graphdef, state
+
+
+def structure(
+    config: Config, vocab_size: int, policy: jaxamp.Policy
+) -> tuple[nnx.GraphDef, TrainState]:
+    """`init_state` without computing anything: the shapes of the state."""
+    return nnx.eval_shape(lambda: init_state(config, vocab_size, policy))
 
 
 def cross_entropy(logits_BxTxV: jax.Array, labels_BxT: jax.Array) -> tuple[jax.Array, ...]:

@@ -7,7 +7,10 @@ from train.config import Config, ConfigError, DistributedConfig
 
 def refuse_existing(workdir: Path) -> None:
     """Raises `ConfigError` where a run is there already."""
-    if any((workdir / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
+    if any(
+        (workdir / name).exists()
+        for name in ("config.json", "metrics.jsonl", "checkpoints", "incidents")
+    ):
         raise ConfigError(
             f"--workdir {workdir} holds a run; go on with it by --resume, or name another directory"
         )

@@ -4,6 +4,7 @@ import dataclasses
 
 from train import compiled, measures
 from train.config import Config, ModelConfig
+from train.step import structure
 from train.variants import Layers, Variant, make_variants
 
 
@@ -43,7 +44,7 @@ def for_chip(
     chip: Chip, config: Config, layers: Layers
 ) -> tuple[dict[str, Variant], compiled.Shapes]:
     """The variants of the chip's model in bfloat16, and the shapes of its parameters and batch."""
-    graphdef, state = measures.structure(chip.of(config), chip.vocab_size)
+    graphdef, state = structure(chip.of(config), chip.vocab_size, measures.FLOAT32)
     variants = make_variants(chip.of(config), graphdef, "bf16", layers)
     del variants["floor"]  # it is about errors, and multiplies in float32
     return variants, (state.params, compiled.batch_shapes(chip.batch_size, chip.seq_len))

@@ -77,7 +77,7 @@ def _add(report: Report, config: Config, corpus: Corpus, batch: Any, repeats: in
 def make(config: Config, corpus: Corpus, policy: str, batch: Any) -> Made:
     """Makes a step with cold caches."""
     chosen = jaxamp.get_policy(policy)
-    graphdef, state = structure(config, corpus, chosen)
+    graphdef, state = structure(config, corpus.vocab_size, chosen)
     step = make_train_step(config, graphdef, chosen)
     jax.clear_caches()
     seconds, results = [], []

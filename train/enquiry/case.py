@@ -21,7 +21,7 @@ from train.mesh import make_mesh
 from train.reports.runs import Series, read_run
 from train.resume import Saved, convert, refuse_other_run
 from train.start import fresh_state
-from train.step import TrainState, init_state
+from train.step import TrainState, structure
 
 FOLLOWING = 19
 """Batches after the one that is diagnosed."""
@@ -89,7 +89,7 @@ def of_config(config: Config, policy: jaxamp.Policy) -> Case:
     batch, *following = itertools.islice(batches, 1 + FOLLOWING)
     state = fresh_state(config, corpus, policy, one_device())
     source = f"the first step of {config.config or 'the default config'}"
-    graphdef = structure(config, corpus.vocab_size, policy)
+    graphdef, _ = structure(config, corpus.vocab_size, policy)
     return Case(
         source, config, policy, graphdef, corpus.vocab_size, state, 1, batch, following, {}, ()
     )
@@ -125,7 +125,7 @@ def of_run(path: Path, config: Config, policy: jaxamp.Policy) -> Case:
         if saved.step > step:
             notes.append(f"parameters and optimizer are those after step {saved.step}")
         state = state._replace(step=jnp.int32(step - 1))
-    graphdef = structure(config, vocab_size, policy)
+    graphdef, _ = structure(config, vocab_size, policy)
     case = Case(
         source, config, policy, graphdef, vocab_size, state, step, batch, following, series,
         (*notes, *changes),
@@ -143,11 +143,6 @@ def newest_incident(run: Path) -> Path:
 
 def one_device() -> jax.sharding.Mesh:
     return make_mesh(MeshConfig(), jax.local_devices()[:1])
-
-
-def structure(config: Config, vocab_size: int, policy: jaxamp.Policy) -> nnx.GraphDef:
-    """Of the model; nothing is computed."""
-    return nnx.eval_shape(lambda: init_state(config, vocab_size, policy))[0]
 
 
 def _incident(path: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ PLUGINS = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
     *("jax-rocm7-plugin", "jax-rocm7-pjrt", "libtpu"),
 )
-PACKAGES = ("jax", "jaxlib", *PLUGINS, "flax", "optax", "jmp", "numpy")
+PACKAGES = ("jax", "jaxlib", *PLUGINS, "flax", "optax", "jmp", "numpy", "orbax-checkpoint", OWN)
 
 
 def versions() -> dict[str, str]:
@@ -38,7 +38,8 @@ def misfits(found: Mapping[str, str]) -> list[str]:
     for requirement in map(Requirement, own):
         if requirement.name in PACKAGES and requirement.name not in found:
             lines.append(f"{OWN} needs {requirement.name}; pip install '{requirement}'")
-    needs = {OWN: own} | {name: metadata.requires(name) or [] for name in found if name in PACKAGES}
+    needs = {name: metadata.requires(name) or [] for name in found if name in PACKAGES}
+    needs |= {OWN: own}
     for name, requirements in needs.items():
         lines += _unmet(name, [Requirement(text) for text in requirements], found)
     return list(dict.fromkeys(lines))

@@ -7,8 +7,8 @@ import jax
 from serve import Step, Task
 
 from train.config import Config, ModelConfig, OptimizerConfig
-from train.measures import structure
-from train.step import make_adamw
+from train.measures import FLOAT32
+from train.step import make_adamw, structure
 from train.variants import make_variants
 
 
@@ -44,7 +44,7 @@ def batch_of(task: Task) -> dict[str, jax.Array]:
 def variant_of(task: Task, name: str, compute: str) -> tuple[Callable, Any]:
     """`(params, batch) -> loss` of one of `train.variants` (of float32 for "f32"), and AdamW."""
     config, is_full = config_of(task), compute == "f32"
-    graphdef, _ = structure(config, config.model.vocab_size or 0)
+    graphdef, _ = structure(config, config.model.vocab_size or 0, FLOAT32)
     variants = make_variants(config, graphdef, "bf16" if is_full else compute)
     loss_fn = variants["float32" if is_full else name].loss_fn
     return loss_fn, make_adamw(config.optimizer, config.num_steps)
