@@ -78,6 +78,7 @@ REQUIRES = {
 }
 FITS = {"python": "3.12.1", "jax": "0.10.2", "jaxlib": "0.10.2"}
 FITS |= {"flax": "0.12.8", "optax": "0.2.8", "jmp": "0.0.4", "numpy": "2.4"}
+FITS |= {"orbax-checkpoint": "0.12.8", "jaxamp-train": "0.1.0"}
 PLUGIN = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2"}
 
 
@@ -89,7 +90,7 @@ PLUGIN = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2"}
         (PLUGIN, ""),
         ({"libtpu": "0.0.42.1"}, ""),
         ({"python": "3.10.4"}, "needs Python >=3.11"),
-        ({"jax": "0.9.2"}, "jaxamp-train  needs jax<0.13,>=0.10"),
+        ({"jax": "0.9.2"}, "jaxamp-train 0.1.0 needs jax<0.13,>=0.10"),
         ({"jaxlib": "0.9.0"}, "jax 0.10.2 needs jaxlib<=0.10.2,>=0.10.1; 0.9.0 is installed"),
         (PLUGIN | {"jax-cuda13-plugin": "0.10.1"}, "jax[cuda13] 0.10.2 needs jax-cuda13-plugin"),
         (PLUGIN | {"jax-cuda13-pjrt": "0.10.1"}, "jax-cuda13-plugin 0.10.2 needs jax-cuda13-pjrt"),
