@@ -200,15 +200,16 @@ class _Tensors:
     def __init__(self):
         self.found: dict[Any, tuple[Site, Any, census.Numbers]] = {}
 
-    def look(self, site: Site, eqn: Any, outs: Sequence[Any]) -> None:
+    def look(self, site: Site, eqn: Any, outs: Sequence[Any]) -> list[census.Numbers | None]:
+        """Counts the results, but where an operation only moves numbers."""
         if RULES.get(eqn.primitive.name) == "structure" and not _narrows(eqn):
-            return
+            return [None] * len(outs)
+        counted = [census.count(out) if is_floating(out) else None for out in outs]
         key = id(eqn), site[:3]
-        for out in filter(is_floating, outs):
-            numbers = census.count(out)
-            if key in self.found:
-                numbers = self.found[key][2] + numbers
-            self.found[key] = (site, eqn, numbers)
+        for numbers in filter(None, counted):
+            before = self.found.get(key)
+            self.found[key] = (site, eqn, before[2] + numbers if before else numbers)
+        return counted
 
     def rows(self) -> list[Tensor]:
         return [

@@ -112,19 +112,29 @@ def _has_subnormal(array: np.ndarray) -> bool:
 
     The least normal number counts too: XLA has zero where bfloat16 is rounded up to it.
     """
-    tiny = _TINY.get(array.dtype)
-    if tiny is None or not array.size or _without_subnormal.get(id(array)) is array:
+    look = _LOOK.get(array.dtype)
+    if look is None or not array.size or _without_subnormal.get(id(array)) is array:
         return False
-    found = any(_some_subnormal(part, tiny) for part in _parts(array))
+    found = any(map(look, _parts(array)))
     if not found:
         _without_subnormal[id(array)] = array
     return found
 
 
-def _some_subnormal(part: np.ndarray, tiny: Any) -> bool:
-    bits = part.view(tiny.dtype) << tiny.dtype.type(1)  # without the sign
-    bits -= tiny.dtype.type(1)  # zero becomes the largest
-    return bool(bits.min() < tiny)
+def _some_underflows(part: np.ndarray) -> bool:
+    """0.7 of a subnormal number is never exact, of which the processor keeps a flag."""
+    try:
+        with np.errstate(all="ignore", under="raise"):
+            np.multiply(part, part.dtype.type(0.7), out=_SCRATCH[part.dtype][: part.size])
+    except FloatingPointError:
+        return True
+    return False
+
+
+def _some_small_bfloat16(part: np.ndarray) -> bool:
+    bits = part.view(np.uint16) << np.uint16(1)  # without the sign
+    bits -= np.uint16(1)  # zero becomes the largest
+    return bool(bits.min() < 2 << 7)
 
 
 def _parts(array: np.ndarray) -> list[np.ndarray]:
@@ -134,7 +144,7 @@ def _parts(array: np.ndarray) -> list[np.ndarray]:
     return [flat[k : k + _PART] for k in range(0, flat.size, _PART)]
 
 
-_PART = 2**15
+_PART = 2**14
 
 
 # What is a result here is an operand of the next ones.
@@ -232,12 +242,9 @@ _ARITHMETIC: dict[str, Callable] = {
 }
 
 
-# Twice the least normal number, as bits: the sign is shifted out.
-_TINY = {
-    np.dtype(jnp.bfloat16): np.uint16(2 << 7),
-    np.dtype(np.float32): np.uint32(2 << 23),
-    np.dtype(np.float64): np.uint64(2 << 52),
-}
+_SCRATCH = {np.dtype(dtype): np.empty(_PART, dtype) for dtype in (np.float32, np.float64)}
+_LOOK = {dtype: _some_underflows for dtype in _SCRATCH}
+_LOOK[np.dtype(jnp.bfloat16)] = _some_small_bfloat16
 
 
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxamp import jaxprs
+from jaxamp.census import Numbers
 from jaxamp.operate import all_finite, is_finite, is_floating, is_narrow, on_host
 
 
@@ -63,17 +64,24 @@ class Record:
         return self.nan or self.inf
 
 
-def fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-    """Notes in the record what went in and came out."""
+def fill(
+    record: Record,
+    eqn: Any,
+    ins: Sequence[Any],
+    outs: Sequence[Any],
+    counted: Sequence[Numbers | None] | None,
+) -> None:
+    """Notes in the record what went in and came out; `counted` has what is known of the results."""
     record.narrow = any(is_narrow(jaxprs.dtype_of(var)) for var in eqn.outvars)
-    for out in outs:
+    for out, numbers in zip(outs, counted or [None] * len(outs), strict=True):
         if not is_floating(out):
             continue
-        values = on_host(out)
-        record.size += values.size
-        record.zeros += int(np.count_nonzero(values == 0))
-        if all_finite(values):
+        zeros, is_all_finite = _looked_through(out, numbers)
+        record.size += out.size
+        record.zeros += zeros
+        if is_all_finite:
             continue
+        values = on_host(out)
         finite = np.isfinite(values)
         record.nan |= bool(np.isnan(values).any())
         record.inf |= bool(np.isinf(values).any())
@@ -85,6 +93,18 @@ def fill(record: Record, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> N
         record.operands = tuple(ins)
         record.bad_ins = tuple(k for k, array in enumerate(ins) if not is_finite(array))
         record.nan_read = any(np.isnan(on_host(ins[k])).any() for k in record.bad_ins)
+
+
+def _looked_through(array: Any, numbers: Numbers | None) -> tuple[int, bool]:
+    """How many numbers are zero, and whether all are finite."""
+    if numbers is not None:
+        return numbers.zeros, not numbers.exponents[-1]
+    values = np.asarray(array)
+    if not is_narrow(values.dtype):
+        return int(np.count_nonzero(values == 0)), all_finite(values)
+    bits = values.view(np.uint16) << np.uint16(1)  # without the sign
+    infinite = np.array(np.inf, values.dtype).view(np.uint16) << np.uint16(1)
+    return values.size - np.count_nonzero(bits), bool(bits.max(initial=0) < infinite)
 
 
 def _all_read_is_finite(ins: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
