@@ -29,7 +29,7 @@ class Record:
         eqn: The equation.
         site: Where it stands.
         ins: Makers of each operand.
-        outs: The results.
+        outs: The results, where the run keeps them for others (`like`).
         operands: Of an operation whose result is not finite, what it read; else empty.
         bad_ins: Which of them are not finite.
         nan_read: One of them has a NaN.
