@@ -233,7 +233,7 @@ def _makers(record: Record) -> list[int]:
 
 
 def ranges(record: Record) -> list[tuple[str, float, float]]:
-    """(dtype, least, largest) of each floating operand of an operation that went bad."""
+    """(dtype, least, largest) of each floating operand of an operation."""
     found = []
     for atom, array in zip(record.eqn.invars, record.operands, strict=bool(record.operands)):
         if jaxprs.is_inexact(atom) and getattr(array, "size", 1):

@@ -38,8 +38,9 @@ def diagnose(
         its line, scope, operands, whether float32 has it too, and a remedy that was tried out;
       * the range of every weight, activation and gradient, and what float16, bfloat16 and the two
         8-bit formats would make of them; which loss scale keeps the gradients;
-      * which scopes make the error of the gradients: up to six are run again in float32, one at a
-        time (scopes as deep as there are no more of them; lines where there are no scopes);
+      * the error of loss and gradients, and which scopes make it: up to six are run again in
+        float32, one at a time (scopes as deep as there are no more of them; lines where there are
+        no scopes);
       * with `updates`, which weights do not move because their update is less than half an ulp.
 
     It is made for looking at one bad step, not for every step: nothing is compiled as a whole, and
@@ -160,13 +161,14 @@ def _diagnosed(call: Call, policy: Policy, trace, weights: tuple, updates: Any) 
     fault = _fault(mixed, twin, call, policy, trace, at, best)
     error, parts = None, []
     if all(is_finite(value.array) for value in (*mixed.outs, *twin.outs)):
-        error, parts = sensitivity.contributions(program, arrays, mixed, gradients, _MOST_SCOPES)
+        error, parts = sensitivity.contributions(program, arrays, mixed, twin, _MOST_SCOPES)
     frozen = []
     if updates is not None:
         frozen = sensitivity.frozen(weights, updates, paths, policy.param_dtype)
     return Diagnosis(
         policy=str(policy),
         loss=float(mixed.outs[0].array),
+        loss_in_float32=float(twin.outs[0].array),
         loss_scale=scale,
         fault=fault,
         tensors=tuple(rows),

@@ -119,8 +119,9 @@ class _Evaluator:
             outs = widened(eqn, arrays) if wide else as_written(eqn, arrays)
         if not self.observe:
             return [Value(out, same=False) for out in outs]
-        kept = () if self.look else outs  # nothing of a run that is looked at is used again
-        record = Record(key, eqn, site, tuple(value.makers for value in ins), kept)
+        record = Record(key, eqn, site, tuple(value.makers for value in ins))
+        if not self.look:  # nothing of a run that is looked at is used again
+            record.operands, record.outs = tuple(arrays), outs
         fill(record, eqn, arrays, outs, self.look(site, eqn, outs) if self.look else None)
         self.records.append(record)
         return [Value(out, (len(self.records) - 1,)) for out in outs]

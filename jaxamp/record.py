@@ -29,8 +29,8 @@ class Record:
         eqn: The equation.
         site: Where it stands.
         ins: Makers of each operand.
-        outs: The results, where the run keeps them for others (`like`).
-        operands: Of an operation whose result is not finite, what it read; else empty.
+        operands: What it read; kept where the run is not just looked at, or its result not finite.
+        outs: The results, kept where the run is not just looked at.
         bad_ins: Which of them are not finite.
         nan_read: One of them has a NaN.
         narrow: A result is held in 16 bits.
@@ -46,8 +46,8 @@ class Record:
     eqn: Any
     site: Site
     ins: tuple[tuple[int, ...], ...]
-    outs: Sequence[Any]
     operands: tuple[Any, ...] = ()
+    outs: Sequence[Any] = ()
     bad_ins: tuple[int, ...] = ()
     nan_read: bool = False
     narrow: bool = False
@@ -104,7 +104,7 @@ def _looked_through(array: Any, numbers: Numbers | None) -> tuple[int, bool]:
         return int(np.count_nonzero(values == 0)), all_finite(values)
     bits = values.view(np.uint16) << np.uint16(1)  # without the sign
     infinite = np.array(np.inf, values.dtype).view(np.uint16) << np.uint16(1)
-    return values.size - np.count_nonzero(bits), bool(bits.max(initial=0) < infinite)
+    return values.size - int(np.count_nonzero(bits)), bool(bits.max(initial=0) < infinite)
 
 
 def _all_read_is_finite(ins: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:

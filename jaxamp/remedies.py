@@ -3,19 +3,19 @@
 The likely ones first, and few: each is one run more, and a new `full=` pattern one trace more.
 """
 
-import glob
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxamp import blame, census, jaxprs
-from jaxamp.interpret import Run
+from jaxamp import blame, candidates, census, jaxprs
+from jaxamp.autocast import Call
+from jaxamp.candidates import Candidate
+from jaxamp.interpret import run
 from jaxamp.operate import is_floating, on_host
 from jaxamp.policy import Policy
 from jaxamp.problem import Problem, finite
-from jaxamp.record import Record
-from jaxamp.rules import RULES
 
 
 class Remedy(NamedTuple):
@@ -48,7 +48,9 @@ def find(problem: Problem) -> Remedy:
         _loss_scale,
         _large_arguments,
         _float32_fails,
-        _policies,
+        _place,
+        _several_places,
+        _everywhere,
         _own_casts,
         _line,
     )
@@ -202,59 +204,54 @@ def _loss_scale(problem: Problem) -> Remedy | None:
 # More float32.
 
 
-def _policies(problem: Problem) -> Remedy | None:
-    for setting, advice, policy in _changed(problem):
-        try:
-            call = problem.trace(policy)
-        except ValueError:  # a scope that JAX made, or a rule that the primitive cannot have
-            continue
-        if problem.again(call):
-            return Remedy(setting, advice, _ran(setting))
+def _place(problem: Problem) -> Remedy | None:
+    return _first_that_helps(problem, candidates.places(problem))
+
+
+def _several_places(problem: Problem) -> Remedy | None:
+    """One is kept in float32, then the next that shows, until none is left."""
+    found: list[str] = []
+    left = problem
+    for _ in range(candidates.MOST_PATTERNS):
+        new = [pattern for pattern in candidates.patterns(left) if pattern not in found]
+        if not new:
+            return None
+        found = [one for one in found if not one.startswith(f"{new[0]}/")] + new[:1]
+        tried = candidates.in_float32(problem, found)
+        call = _traced(problem, tried.policy)
+        if call is None:
+            return None
+        result = run(call.program, call.arrays)
+        if problem.is_well(result):
+            return _remedy(tried)
+        cause = blame.first_cause(result, call.arrays)
+        if cause is None:
+            return None
+        left = dataclasses.replace(left, cause=cause, run=result, call=call)
     return None
 
 
-def _changed(problem: Problem) -> Iterator[tuple[str, str, Policy]]:
-    record, policy = problem.cause.record, problem.policy
-    if record is None:
-        return
-    name = record.eqn.primitive.name
-    rules = dict(policy.rules)
-    if name in rules:
-        yield f"rules={name}:full", "policy.rules took it from float32", _with_rule(policy, name)
-    patterns = dict.fromkeys(p for p in _patterns(problem, record) if not set(p) & set(",|"))
-    for pattern in list(patterns)[:_MOST_PATTERNS]:
-        changed = policy.replace(full=(*policy.full, pattern))
-        yield f"full={pattern}", "keep that in float32", changed
-    if name not in rules and RULES.get(name) in ("matmul", "follow", "guarded"):
-        yield f"rules={name}:full", f"every {name} in float32", _with_rule(policy, name)
+def _everywhere(problem: Problem) -> Remedy | None:
+    return _first_that_helps(problem, candidates.everywhere(problem))
 
 
-_MOST_PATTERNS = 4
+def _first_that_helps(problem: Problem, tries: Iterable[Candidate]) -> Remedy | None:
+    for tried in tries:
+        call = _traced(problem, tried.policy)
+        if call is not None and problem.again(call):
+            return _remedy(tried)
+    return None
 
 
-def _with_rule(policy: Policy, name: str) -> Policy:
-    return policy.replace(rules={**dict(policy.rules), name: "full"})
+def _traced(problem: Problem, policy: Policy) -> Call | None:
+    try:
+        return problem.trace(policy)
+    except ValueError:  # a scope that JAX made, or a rule that the primitive cannot have
+        return None
 
 
-def _patterns(problem: Problem, record: Record) -> Iterator[str]:
-    """The scope of the operation, of where its numbers were lost, then around, then its weights."""
-    scopes = [made.site.scope for made in (record, problem.lost) if made]
-    while any(scopes):
-        yield from (glob.escape(scope) for scope in scopes if scope)
-        scopes = [scope.rpartition("/")[0] for scope in scopes]
-    yield from (glob.escape(problem.call.paths[-1 - m]) for m in _arguments(problem.run, record))
-
-
-def _arguments(result: Run, record: Record) -> list[int]:
-    """Arguments that the operation reads, but for a cast or a change of shape."""
-    found, ahead = [], [m for makers in record.ins for m in makers]
-    while ahead:
-        maker = ahead.pop(0)
-        if maker < 0:
-            found.append(maker)
-        elif RULES.get(result.records[maker].eqn.primitive.name) == "structure":
-            ahead += [m for makers in result.records[maker].ins for m in makers]
-    return found
+def _remedy(tried: Candidate) -> Remedy:
+    return Remedy(tried.setting, tried.advice, _ran(tried.setting))
 
 
 def _own_casts(problem: Problem) -> Remedy | None:

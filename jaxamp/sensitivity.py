@@ -19,11 +19,13 @@ class Contribution(NamedTuple):
         scope: Its name.
         error_without: ||g - g32|| / ||g32|| with this scope held in float32.
         removed: Share of the error that this takes away.
+        loss: The loss with this scope held in float32.
     """
 
     scope: str
     error_without: float
     removed: float
+    loss: float
 
 
 class Frozen(NamedTuple):
@@ -53,7 +55,7 @@ def error(outs: Sequence[Any], exact: Sequence[Any]) -> float:
 
 
 def contributions(
-    program: Any, arrays: Sequence[Any], result: Run, exact: Sequence[Any], most: int
+    program: Any, arrays: Sequence[Any], result: Run, twin: Run, most: int
 ) -> tuple[float, list[Contribution]]:
     """The error of the gradients, and the scopes that make it, largest part first.
 
@@ -61,12 +63,13 @@ def contributions(
         program: Gives the loss, then the gradients.
         arrays: Its inputs.
         result: Its run, with records.
-        exact: The gradients in float32.
+        twin: Its run in float32.
         most: How many scopes are tried; each is a run.
     """
-    gradients = [value.array for value in result.outs[1:]]
+    loss, *gradients = (value.array for value in result.outs)
+    exact_loss, *exact = (value.array for value in twin.outs)
     whole = error(gradients, exact)
-    if not whole:
+    if not whole and loss == exact_loss:
         return whole, []
     label = _labels(result.records, most)
     counted = Counter(label(r.site) for r in result.records if works_narrow(r.eqn))
@@ -79,8 +82,10 @@ def contributions(
             observe=False,
             like=records,
         )
-        left = error([value.array for value in held.outs[1:]], exact)
-        found.append(Contribution(name, left, 1 - left / whole))
+        loss, *gradients = (value.array for value in held.outs)
+        left = error(gradients, exact)
+        removed = 1 - left / whole if whole else 0.0
+        found.append(Contribution(name, left, removed, float(loss)))
     return whole, sorted(found, key=lambda one: one.error_without)
 
 

@@ -41,7 +41,7 @@ def line_of(fun, mark="here"):
     """`file:line:` of the line of `fun` that has the mark in a comment."""
     lines, start = inspect.getsourcelines(fun)
     (at,) = [k for k, line in enumerate(lines) if f"# {mark}" in line]
-    return f"{inspect.getsourcefile(fun)}:{start + at}:"
+    return f"{inspect.getsourcefile(inspect.unwrap(fun))}:{start + at}:"
 
 
 # The Transformer.

@@ -1,46 +1,15 @@
 """Planted faults: each is found at its line, and the remedy is one that was tried out."""
 
-import functools
-import importlib
-import inspect
-import json
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import F16, at, fault_of, line_of, ones
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxamp
-from jaxamp import blame
-
-diagnose = importlib.import_module("jaxamp.diagnose")  # the package has the function of that name
-F16 = "compute=f16"
-
-
-def line_of(fun, mark):
-    """`file:line` of the line of `fun` that has the mark in a comment."""
-    lines, start = inspect.getsourcelines(fun)
-    (at,) = [k for k, line in enumerate(lines) if f"# {mark}" in line]
-    return f"{__file__}:{start + at}:"
-
-
-def fault_of(fun, *args, policy=F16, **kwargs):
-    found = jaxamp.diagnose(fun, policy)(*args, **kwargs)
-    assert found.fault is not None and found.error is None
-    json.dumps(found.to_dict(), allow_nan=False)
-    return found.fault
-
-
-def at(fault, fun, mark="here"):
-    return fault.where.startswith(line_of(fun, mark))
-
-
-def ones(*shape, value=1.0):
-    return jnp.full(shape, value, jnp.float32)
 
 
 def test_exp_overflows_where_a_rule_allows_it():
@@ -298,76 +267,6 @@ def test_inside_jit_and_checkpoint():
     fault = fault_of(lambda w, x: jnp.mean(block(w, x)), ones(4, 4, value=40.0), ones(2, 4))
     assert at(fault, head) and fault.kind == "overflow" and fault.scope == "block"
     assert fault.remedy.setting == "full=block"
-
-
-def test_a_line_without_scopes_is_kept_in_float32():
-    def loss(w, x):
-        y = jnp.tanh(x @ w) * 300
-        z = y * 30000  # here
-        z = z / 30000
-        return jnp.mean((z / 300) @ w)
-
-    args = ones(4, 4), ones(2, 4)
-    fault = fault_of(loss, *args, policy=f"{F16},rules=mul:follow")
-    assert at(fault, loss) and fault.kind == "overflow"
-    assert fault.remedy.setting == "rules=mul:full"
-
-    def gathered(w, x):
-        y = (x @ w)[jnp.array([0, 1, 1])]  # here
-        return jnp.mean(y * 7e4 * y)
-
-    args = ones(4, 4, value=100.0), ones(2, 4)
-    fault = fault_of(gathered, *args)
-    assert at(fault, gathered) and fault.phase == "backward"
-    assert "full_precision" in fault.remedy.advice
-
-    def in_full_precision(w, x):
-        with jaxamp.full_precision():
-            y = (x @ w)[jnp.array([0, 1, 1])]
-        return jnp.mean(y * 7e4 * y)
-
-    assert jaxamp.diagnose(in_full_precision, F16)(*args).fault is None
-
-
-def test_compute_f32_is_advised_only_where_it_was_run_and_helped():
-    def loss(w, x):
-        y = (x @ w) @ w @ w * 1e-5  # over 65504 by policy
-        z = (jnp.sum(w) * 7e4).astype(jnp.float16).astype(jnp.float32) * 1e-9  # and by hand
-        return jnp.mean(y) + z
-
-    args = ones(4, 4, value=100.0), ones(2, 4)
-    assert not np.isfinite(jaxamp.diagnose(loss, "compute=f32")(*args).loss)
-    remedy = fault_of(loss, *args).remedy
-    assert remedy.setting == "" and "leave out the casts of the function" in remedy.advice
-    assert remedy.checked.startswith("with all 16-bit values held in float32 the loss")
-
-    def two(w, x):  # two operations of which any remedy but this one repairs one
-        y = lax.conv(lax.conv(x["image"], w["conv"], (1, 1), "SAME"), w["conv"], (1, 1), "SAME")
-        z = x["rows"] @ w["dot"] @ w["dot"]
-        return jnp.mean(y) * 1e-9 + jnp.mean(z) * 1e-9
-
-    large = functools.partial(ones, value=300.0)
-    w = {"conv": large(1, 1, 3, 3), "dot": large(4, 4)}
-    remedy = fault_of(two, w, {"image": large(1, 1, 4, 4), "rows": large(2, 4)}).remedy
-    assert remedy.setting == "compute=f32" and "with compute=f32 the loss" in remedy.checked
-
-
-def test_a_fault_traces_float32_once(monkeypatch):
-    def loss(w, x):
-        y = (x @ w).astype(jnp.float16)
-        y = y * lax.rsqrt((y * y).mean(-1, keepdims=True))
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    spies = {}
-    for name in ("_scaled_gradient", "lost_at", "lost_constants"):
-        module = diagnose if name == "_scaled_gradient" else blame
-        spies[name] = mock.Mock(side_effect=getattr(module, name))
-        monkeypatch.setattr(module, name, spies[name])
-    fault = fault_of(loss, ones(4, 4), ones(2, 4, value=1e-5))
-    assert "casts to 16 bits" in fault.remedy.advice
-    traced = [call.args[0] for call in spies["_scaled_gradient"].mock_calls]
-    assert len(traced) - traced.count(loss) == 1  # in full_precision
-    assert spies["lost_at"].call_count == spies["lost_constants"].call_count == 1
 
 
 def test_a_pole_is_one_of_the_numbers_that_went_bad():

@@ -303,5 +303,7 @@ def test_a_rule_whose_gradient_has_another_dtype(make, size):
     assert fault.kind == ("overflow" if size > 1 else "underflow") and not fault.in_float32
     assert line_of(relu) in fault.remedy.advice
     assert ("none of them vanishes" in fault.remedy.checked) == (size < 1)
+    ((_, low, high),) = fault.inputs
+    assert low < 0 < high
     repaired = make(activation=functools.partial(relu, dtype=jnp.float32), losses=losses)
     assert fault_of(repaired, policy) is None and is_well(repaired, policy)

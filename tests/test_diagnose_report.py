@@ -139,7 +139,9 @@ def test_the_scope_that_makes_the_error_comes_first():
     full = jaxamp.diagnose(loss, "compute=bf16,full=coarse")(w, x)
     np.testing.assert_allclose(full.error, found.contributions[0].error_without, rtol=1e-6)
     lines = [line for line in str(found).splitlines() if line.startswith("coarse")]
-    assert len(lines) == 1 and lines[0].endswith("%")
+    one = found.contributions[0]
+    shown = [f"{one.error_without:.3g}", f"{one.removed:.0%}", f"{full.loss:.6g}"]
+    assert [line.split()[1:] for line in lines] == [shown]
 
 
 def test_without_scopes_lines_are_ranked():
@@ -283,6 +285,24 @@ def test_argnums_keywords_keys_and_loss_scale_objects():
     assert [t.name for t in found.tensors if t.role == "weight"] == ["x", "w"]
     last = jaxamp.diagnose(lambda x, w: jnp.sum(x * w), "compute=f16", argnums=-1)
     assert [t.name for t in last(jnp.ones(2), 3.0).tensors if t.role == "weight"] == ["w"]
+
+
+def test_a_sum_that_stalls_in_float16():
+    """All is finite, and the gradient is what it should be: the loss alone is wrong."""
+
+    def loss(w, x):
+        def add(total, row):
+            return (total + row).astype(jnp.float16), None
+
+        rows = (x @ w).astype(jnp.float16)
+        return lax.scan(add, jnp.float16(0), rows)[0].astype(jnp.float32) * 1e-3
+
+    found = jaxamp.diagnose(loss, "compute=f16")(jnp.ones(4), jnp.full((3000, 4), 0.25))
+    assert found.loss == pytest.approx(2.048) and found.loss_in_float32 == pytest.approx(3)
+    assert "the loss is far from that in float32" in str(found)
+    (scope,) = [one for one in found.contributions if one.loss == found.loss_in_float32]
+    assert "(test_a_sum_that_stalls_in_float16.<locals>.loss.<locals>.add)" in scope.scope
+    assert found.to_dict()["loss_in_float32"] == found.loss_in_float32
 
 
 def test_a_fault_reads_as_text():

@@ -25,10 +25,10 @@ def _tables(diagnosis: jaxamp.Diagnosis) -> dict[str, list[tuple[str, ...]]]:
     found = {"Range by scope, and what a cast would lose": _ranges(diagnosis)}
     if diagnosis.contributions:
         rows = [
-            (one.scope, f"{one.error_without:.3g}", f"{one.removed:.0%}")
+            (one.scope, f"{one.error_without:.3g}", f"{one.removed:.0%}", f"{one.loss:.6g}")
             for one in diagnosis.contributions
         ]
-        head = ("held in float32", "gradient error left", "takes away")
+        head = ("held in float32", "gradient error left", "takes away", "loss")
         found[f"What makes the gradient error of {diagnosis.error:.3g}"] = [head, *rows]
     if diagnosis.frozen:
         rows = [(one.path, one.dtype, f"{one.share:.1%}") for one in diagnosis.frozen]
