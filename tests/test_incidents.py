@@ -83,6 +83,14 @@ def test_bad_steps_in_a_row_at_the_floor_are_one():
     assert seen([2.0] * 5, finite=False, at_floor=True, limit=4)[0] == ("skips", 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("scale", "words"), [(1.0, "where no lower loss scale helps"), (0.25, "at loss scale 0.25")]
+)
+def test_bad_steps_say_at_which_scale(scale, words):
+    incident = Watch(1).look(1, values(2.0) | {"amp/loss_scale": scale}, False, True)
+    assert incident.message == f"gradients were not finite 1 times in a row {words}; loss 2"
+
+
 def test_norm_spikes_are_counted_and_go_on_from_earlier_rows():
     watch = Watch(50)
     norms = [1.0] * 64 + [10.5, 9.0, np.inf, 11.0]

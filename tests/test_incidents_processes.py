@@ -34,3 +34,28 @@ def test_two_processes_stop_together(tmp_path):
     assert codes == [1, 1], outputs
     assert all("error: step" in errors for _, errors in outputs)
     assert [entry["action"] for entry in Log(tmp_path).entries] == ["stop"]
+
+
+FULL_DISK = """
+import sys
+import jax, numpy
+from train.run import main
+
+def savez(*args, **arrays):
+    if jax.process_index() == 1:
+        raise OSError(28, "No space left on device")
+
+numpy.savez = savez
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_one_that_cannot_write_its_part_holds_up_none(tmp_path):
+    """Both stop for the incident, and neither waits for the other's part of the bundle."""
+    given = {"on_incident": "stop", "program": ("-c", FULL_DISK)}
+    codes, outputs = run_two(tmp_path, **ASTRAY, **given)
+    assert codes == [1, 1], outputs
+    assert "nothing is kept of it: process 1 could not write it" in outputs[0][1]
+    assert not list((tmp_path / "incidents").glob("step-*"))
+    assert Log(tmp_path).entries[0]["bundle"] is None

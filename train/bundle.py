@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,38 +54,66 @@ def write_bundle(
     """Writes `incidents/step-NUMBER`, whole or not at all; all processes take part."""
     bundle = _free(workdir / "incidents", f"step-{incident.step:06d}")
     part = bundle.with_name(f".{bundle.name}")
-    if is_writer():
-        for rest in bundle.parent.glob(".step-*"):  # a kill has left it
-            shutil.rmtree(rest)
-        part.mkdir(parents=True)
-    multihost_utils.sync_global_devices("a bundle is begun")
+    with _failing_together():
+        if is_writer():
+            for rest in bundle.parent.glob(".step-*"):  # a kill has left it
+                shutil.rmtree(rest)
+            part.mkdir(parents=True)
+    with _failing_together():
+        _write_batch(part, moment, mesh)
+        if is_writer():
+            _write_words(part, workdir, incident, action, moment)
+    config, state, _, data_state, vocab_size, fingerprint = moment
     checkpointer = Checkpointer(part, keep=1, mesh=mesh)
-    config, state, batch, data_state, vocab_size, fingerprint = moment
     checkpointer.save(state, config, vocab_size, data_state, fingerprint, None)
-    tokens, labels = (_own_rows(batch[name]) for name in ("tokens", "labels"))
-    rows, _ = data_part(mesh, config.batch_size)  # processes that hold the same write the same
-    np.savez(part / f"batch-{rows}.npz", tokens=tokens, labels=labels)
-    if is_writer():
-        write_config(config, part)
-        lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (part / "metrics.jsonl").write_text("".join(lines[-_ROWS:]))
-        about = incident._asdict() | {
-            "action": action,
-            "policy": config.policy,
-            "checkpoint": int(state.step),
-            "device": jax.devices()[0].device_kind,
-            "devices": jax.device_count(),
-            "versions": versions(),
-            "command": " ".join(sys.argv),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        write_whole(part / "incident.json", json.dumps(about, indent=2))
     checkpointer.wait()
     checkpointer.close()
-    multihost_utils.sync_global_devices("a bundle is whole")
-    if is_writer():
-        part.rename(bundle)
+    with _failing_together():
+        if is_writer():
+            part.rename(bundle)
     return bundle
+
+
+@contextlib.contextmanager
+def _failing_together() -> Iterator[None]:
+    """What one process cannot write is raised in all of them: none is left to wait for it."""
+    error = None
+    try:
+        yield
+    except OSError as raised:
+        error = raised
+    failed = np.atleast_1d(multihost_utils.process_allgather(np.array(error is not None)))
+    if error is not None:
+        raise error
+    if failed.any():
+        raise OSError(f"process {failed.argmax()} could not write it")
+
+
+def _write_batch(part: Path, moment: Moment, mesh: Mesh) -> None:
+    """This process's rows; processes that hold the same write the same."""
+    tokens, labels = (_own_rows(moment.batch[name]) for name in ("tokens", "labels"))
+    rows, _ = data_part(mesh, moment.config.batch_size)
+    np.savez(part / f"batch-{rows}.npz", tokens=tokens, labels=labels)
+
+
+def _write_words(
+    part: Path, workdir: Path, incident: Incident, action: str, moment: Moment
+) -> None:
+    """The settings, the newest metrics, and what was seen where."""
+    write_config(moment.config, part)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (part / "metrics.jsonl").write_text("".join(lines[-_ROWS:]))
+    about = incident._asdict() | {
+        "action": action,
+        "policy": moment.config.policy,
+        "checkpoint": int(moment.state.step),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "versions": versions(),
+        "command": " ".join(sys.argv),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_whole(part / "incident.json", json.dumps(about, indent=2))
 
 
 def _free(folder: Path, name: str) -> Path:

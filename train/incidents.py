@@ -105,11 +105,9 @@ class Watch:
         """The incident that this step completes."""
         loss = values["train/loss"]
         if self.bad_steps.are_too_many(grads_finite, at_floor):
-            limit = self.bad_steps.limit
-            message = (
-                f"gradients were not finite {limit} times in a row at the lowest loss scale "
-                f"({values['amp/loss_scale']:g}); loss {loss:g}"
-            )
+            limit, scale = self.bad_steps.limit, values["amp/loss_scale"]
+            where = "where no lower loss scale helps" if scale == 1 else f"at loss scale {scale:g}"
+            message = f"gradients were not finite {limit} times in a row {where}; loss {loss:g}"
             return Incident("skips", step, step - limit + 1, message)
         if not math.isfinite(loss):
             return Incident("nan", step, step, f"the loss is {loss:g}, before any loss scale")

@@ -171,7 +171,7 @@ def training(
                 begin_diagnosis(bundle)
             return str(bundle)
         except (OSError, CheckpointError) as error:
-            if jax.process_count() > 1:
+            if jax.process_count() > 1 and isinstance(error, CheckpointError):
                 raise  # the others wait for it
             if report:
                 report.say(f"{words}; nothing is kept of it: {error}")
