@@ -55,8 +55,8 @@ class Fault:
         ]
         if self.lost_at:
             lines.append(f"  zeros that float32 has not, first at {self.lost_at}")
-        setting = f"{self.remedy.setting}: " if self.remedy.setting else ""
-        lines.append(f"  try {setting}{self.remedy.advice}")
+        head = f"try {self.remedy.setting}" if self.remedy.setting else "advice"
+        lines.append(f"  {head}: {self.remedy.advice}")
         lines.append(f"  checked: {self.remedy.checked}")
         return "\n".join(lines)
 
@@ -226,14 +226,14 @@ def _range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
         n = one.numbers
         ends = n.exponent_range
         between = f"{ends[0]}..{ends[1]}" if ends else "none"
-        casts = ("/".join(_share(x) for x in shares.values()) for shares in n.shares().values())
-        yield one.role, one.scope, one.dtype, between, _share(n.zeros / max(n.size, 1)), *casts
+        casts = ("/".join(share(x) for x in shares.values()) for shares in n.shares().values())
+        yield one.role, one.scope, one.dtype, between, share(n.zeros / max(n.size, 1)), *casts
 
 
-def _share(share: float) -> str:
+def share(share: float) -> str:
     """A share for people: `0` only for none at all.
 
-    >>> _share(0.0), _share(1e-6), _share(0.25)
+    >>> share(0.0), share(1e-6), share(0.25)
     ('0', '<.1%', '25%')
     """
     if share == 0:

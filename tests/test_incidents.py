@@ -256,6 +256,15 @@ def test_a_bundle_cut_short_is_not_there(tmp_path, poison):
     assert not (tmp_path / "incidents/step-000004/junk").exists()
 
 
+def test_a_run_that_ends_with_nan_went_bad(tmp_path, capsys):
+    """The second update throws the weights so far that float16 overflows in the forward pass."""
+    settings = {"policy": "mixed_float16", "optimizer__learning_rate": 300}
+    assert main(flags(tmp_path, **QUIET | settings)) == 1
+    assert (
+        "error: the run ends with an eval loss of nan; python -m train" in capsys.readouterr().err
+    )
+
+
 def test_a_bundle_that_cannot_be_written_stops_nothing(tmp_path, poison, monkeypatch, capsys):
     def full(*args):
         raise OSError(28, "No space left on device")

@@ -75,7 +75,7 @@ def test_arguments_that_do_not_go_together(a_run, tmp_path, capsys):
         ([a_run, "--json", taken], "taken.html: is there already"),
         ([a_run, "--report", "a", "--json", "a"], "is the file of --report"),
         ([a_run, "--report"], "expected one argument"),
-        ([a_run, "--bisct"], "bisct"),
+        ([a_run, "--bisct"], "Unrecognized options: --bisct; did you mean --bisect?"),
         ([a_run, "--target-error", "0.1"], "no effect without --bisect"),
         ([a_run, "--bisect", "--target-error", "-1"], "must be above 0"),
         ([a_run, "--bisect", "--target-error", "nan"], "must be above 0"),

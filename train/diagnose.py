@@ -5,6 +5,7 @@ order in which a careful engineer asks them. Nothing in the run is changed.
 """
 
 import argparse
+import difflib
 import json
 import sys
 import time
@@ -37,6 +38,9 @@ of the float32 gradient; default: half of what the policy has.
 --report FILE.html: write a page. --json FILE: write the findings for tools."""
 
 
+OWN_FLAGS = ("--bisect", "--target-error", "--report", "--json")
+
+
 class Options(NamedTuple):
     """What is asked for beside a config."""
 
@@ -56,7 +60,7 @@ class Diagnosed(NamedTuple):
         diagnosis: Of `jaxamp.diagnose`; None where it was not needed.
         bisection: None where it was not asked for.
         seconds: What it took.
-        steps: The same in training steps; None where none was timed.
+        step_seconds: What a training step takes; None where none was timed.
     """
 
     case: Case
@@ -64,7 +68,7 @@ class Diagnosed(NamedTuple):
     diagnosis: jaxamp.Diagnosis | None
     bisection: Bisection | None
     seconds: float
-    steps: float | None
+    step_seconds: float | None
 
     @property
     def verdict(self) -> Finding:
@@ -75,8 +79,12 @@ class Diagnosed(NamedTuple):
 
     @property
     def cost(self) -> str:
-        steps = "" if self.steps is None else f", as {self.steps:,.0f} training steps would take"
-        return f"{self.seconds:.0f} s{steps}"
+        step = (
+            ""
+            if self.step_seconds is None
+            else f"; a training step takes {self.step_seconds:.2g} s"
+        )
+        return f"{self.seconds:.0f} s{step}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -100,7 +108,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _diagnose(args: Sequence[str]) -> int:
     options, rest = _options(args)
-    case = _case(options.run, rest)
+    case = _case_or_hint(options.run, rest)
     if options.bisect and not Evidence(case).has_16_bits:
         raise CaseError(
             f"--bisect: policy {case.policy} has no 16 bits; try --policy mixed_float16"
@@ -129,10 +137,9 @@ def diagnosed(case: Case, bisects: bool = False, target_error: float | None = No
     if bisection is not None:
         print(f"\nsmallest set that must stay float32\n{bisection}")
     seconds = time.perf_counter() - before
-    steps = evidence.step_seconds and seconds / evidence.step_seconds
     # Where the first lines had the cause it was not run, and the page does without.
     diagnosis = evidence.__dict__.get("diagnosis")
-    result = Diagnosed(case, findings, diagnosis, bisection, seconds, steps)
+    result = Diagnosed(case, findings, diagnosis, bisection, seconds, evidence.step_seconds)
     print(f"\n{result.verdict.status}: {result.verdict.text}")
     if result.verdict.advice:
         print(result.verdict.advice)
@@ -167,6 +174,16 @@ def _options(args: Sequence[str]) -> tuple[Options, list[str]]:
     if found.report is not None and found.report == found.json:
         raise ConfigError(f"--json {found.json}: is the file of --report; name another one")
     return Options(run, found.bisect, found.target_error, found.report, found.json), rest
+
+
+def _case_or_hint(run: Path | None, flags: Sequence[str]) -> Case:
+    """`_case`; a flag that nobody knows may be one of this command, mistyped."""
+    try:
+        return _case(run, flags)
+    except ConfigError as error:
+        unknown = [flag for flag in flags if f"options: {flag}" in str(error)]
+        near = difflib.get_close_matches("".join(unknown[:1]), OWN_FLAGS, n=1)
+        raise ConfigError(f"{error}; did you mean {near[0]}?" if near else str(error)) from None
 
 
 def _case(run: Path | None, flags: Sequence[str]) -> Case:

@@ -65,9 +65,10 @@ class Progress:
 
     def show(self, step: int, values: dict[str, float]) -> None:
         self.speed = values.get("perf/tokens_per_second", self.speed)
+        speed = {"tok/s": f"{self.speed:,.0f}"} if math.isfinite(self.speed) else {}
         shown = {
             "loss": f"{values['train/loss']:.3f}",
-            "tok/s": f"{self.speed:,.0f}",
+            **speed,
             "scale": f"{values['amp/loss_scale']:g}",
             "skipped": f"{values['amp/skipped_steps']:g}",
         }

@@ -1,5 +1,6 @@
 """Trains a Transformer: `python -m train.run --policy params=f32,compute=bf16`."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -104,7 +105,14 @@ def _run(config: Config) -> int:
         written.append(f"incidents ({len(log.entries)}, see log.jsonl there)")
     say(f"wrote {workdir}: {', '.join(written)}")
     say(_last_line(outcome))
-    return 0
+    eval_loss = outcome.metrics.get("eval/loss", 0.0)
+    if math.isfinite(eval_loss):
+        return 0
+    raise BadRun(
+        "nan",
+        f"the run ends with an eval loss of {eval_loss:g}; python -m train.diagnose {workdir} "
+        "looks into it",
+    )
 
 
 def precision_line(policy: jaxamp.Policy) -> str:

@@ -137,7 +137,7 @@ def _shown(trained: Trained | None, anew: bool, rate: float = 1.0) -> list[str]:
     losses, skipped = trained.training.losses, trained.training.skipped
     start = "from the first step" if anew else "from here"
     part = "" if rate == 1 else f", {rate:g} of the learning rate"
-    bad = f", {skipped} bad steps" if skipped else ""
+    bad = f", bad steps: {skipped}" if skipped else ""
     return [
         f"{len(losses)} steps {start}{part}: loss {losses[0]:.4g} to {losses[-1]:.4g}, "
         f"risen by {trained.rise:.2g} at most{bad}"

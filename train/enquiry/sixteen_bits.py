@@ -47,7 +47,7 @@ def _drift(case: Case, evidence: Evidence, name: str, shown: list[str]) -> Findi
     if ran is None or exact is None:
         return ok("the batch is finite in 16 bits too", *shown)
     losses, losses32 = ran.losses[-5:].mean(), exact.training.losses[-5:].mean()
-    skipped = f", {ran.skipped} bad steps" if ran.skipped else ""
+    skipped = f", bad steps: {ran.skipped}" if ran.skipped else ""
     shown.append(
         f"mean loss of the last 5 of {len(ran.losses)} steps from here: {losses:.4f} in {name}"
         f"{skipped}, {losses32:.4f} in float32"
@@ -102,7 +102,7 @@ def _skips(case: Case) -> list[str]:
     if skipped is None:
         return []
     last = skipped.values[-100:]
-    return [f"{last[-1]:g} steps skipped so far, {last[-1] - last[0]:g} in the last {len(last)}"]
+    return [f"skipped steps so far: {last[-1]:g}, in the last {len(last)}: {last[-1] - last[0]:g}"]
 
 
 def order(case: Case, evidence: Evidence) -> Finding:

@@ -1,6 +1,7 @@
 """What `train.diagnose` found, as one file that needs nothing else to be read."""
 
 import jaxamp
+from jaxamp.diagnosis import share
 from train.diagnose import Diagnosed
 from train.reports.pages import render
 from train.reports.range_chart import range_charts
@@ -22,7 +23,8 @@ def html(result: Diagnosed, command: str) -> str:
 
 def _tables(diagnosis: jaxamp.Diagnosis) -> dict[str, list[tuple[str, ...]]]:
     """By heading; the first row is that of the columns."""
-    found = {"Range by scope, and what a cast would lose": _ranges(diagnosis)}
+    title = "Range by scope, and shares that a cast makes zero/subnormal/overflow"
+    found = {title: _ranges(diagnosis)}
     if diagnosis.contributions:
         rows = [
             (one.scope, f"{one.error_without:.3g}", f"{one.removed:.0%}", f"{one.loss:.6g}")
@@ -39,17 +41,12 @@ def _tables(diagnosis: jaxamp.Diagnosis) -> dict[str, list[tuple[str, ...]]]:
 def _ranges(diagnosis: jaxamp.Diagnosis) -> list[tuple[str, ...]]:
     scopes = diagnosis.by_scope()
     formats = list(scopes[0].numbers.casts)
-    losses = (f"{name}: flushed, subnormal, overflowing" for name in formats)
-    rows = [tuple(["range of", "scope", "held in", "exponents", "zero", *losses])]
+    rows = [tuple(["range of", "scope", "held in", "exponents", "zero", *formats])]
     for one in scopes:
         numbers, ends = one.numbers, one.numbers.exponent_range
         between = f"{ends[0]} to {ends[1]}" if ends else "none"
-        casts = (", ".join(map(_share, shares.values())) for shares in numbers.shares().values())
-        zero = _share(numbers.zeros / max(numbers.size, 1))
-        dtypes = one.dtype.replace("|", ", ")
+        casts = ("/".join(map(share, shares.values())) for shares in numbers.shares().values())
+        zero = share(numbers.zeros / max(numbers.size, 1))
+        dtypes = one.dtype.replace("float", "f").replace("|", ", ")
         rows.append(tuple([one.role, one.scope, dtypes, between, zero, *casts]))
     return rows
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.3g} %" if share else "0"
