@@ -230,14 +230,14 @@ def _range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
         yield one.role, one.scope, one.dtype, between, share(n.zeros / max(n.size, 1)), *casts
 
 
-def share(share: float) -> str:
+def share(part: float) -> str:
     """A share for people: `0` only for none at all.
 
     >>> share(0.0), share(1e-6), share(0.25)
     ('0', '<.1%', '25%')
     """
-    if share == 0:
+    if part == 0:
         return "0"
-    if share < 0.001:
+    if part < 0.001:
         return "<.1%"
-    return f"{100 * share:.2g}%" if share < 0.995 else "100%"
+    return f"{100 * part:.2g}%" if part < 0.995 else "100%"
