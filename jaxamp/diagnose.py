@@ -16,7 +16,7 @@ from jaxamp.interpret import Run, run
 from jaxamp.loss_scale import to_float32
 from jaxamp.operate import is_finite, is_floating, is_narrow
 from jaxamp.policy import Policy, get_policy
-from jaxamp.problem import Problem
+from jaxamp.problem import Problem, finite
 from jaxamp.record import Site
 from jaxamp.rules import RULES
 
@@ -59,7 +59,8 @@ def diagnose(
 
     Raises:
         ValueError: the loss is no floating scalar, JAX cannot differentiate `fun`, an argument of
-            `argnums` is not floating, `updates` is another tree, or as `jaxamp.autocast`.
+            `argnums` is not floating, `updates` is another tree, it is traced by `jit`, or as
+            `jaxamp.autocast`.
         TypeError: `fun` is not callable.
 
     >>> import jax, jax.numpy as jnp
@@ -75,6 +76,8 @@ def diagnose(
 
     @functools.wraps(fun)
     def diagnosed(*args, loss_scale=None, updates=None, **kwargs) -> Diagnosis:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise ValueError("diagnose looks at numbers: call it outside of jit and grad")
         scale = jnp.float32(as_loss_scale(loss_scale).loss_scale)
         chosen = (argnums,) if isinstance(argnums, int) else argnums
         chosen = [k + len(args) if k < 0 else k for k in chosen]
@@ -253,7 +256,7 @@ def _fault(mixed: Run, twin: Run, call: Call, policy, trace, weights, scale) -> 
     record = cause.record
     fails = problem.fails_in_float32
     if record is None:  # an argument comes out as it is
-        return Fault(cause.kind, "", "", "", "forward", (), (), fails, "", remedy)
+        return Fault(cause.kind, "", "", "", "forward", (), (), fails, False, "", remedy)
     lost = problem.lost if cause.kind not in ("overflow", "underflow") else None
     return Fault(
         kind=cause.kind,
@@ -264,6 +267,7 @@ def _fault(mixed: Run, twin: Run, call: Call, policy, trace, weights, scale) -> 
         rounds=record.site.rounds,
         inputs=tuple(blame.ranges(record)),
         in_float32=fails,
+        lost_constant=not (finite(twin) or fails) and problem.lost_constant is not None,
         lost_at=lost.site.where if lost else "",
         remedy=remedy,
     )

@@ -28,6 +28,7 @@ class Fault:
         rounds: In which round of the loops around it, from 0; a backward scan counts down.
         inputs: (dtype, least, largest) of each floating operand.
         in_float32: Whether the loss or a gradient is not finite in float32 either.
+        lost_constant: In float32 a constant of the code was put back that 16 bits cannot hold.
         lost_at: Where numbers became zero that are not zero in float32, if that is behind it.
         remedy: What to try, and how that was checked.
     """
@@ -40,18 +41,21 @@ class Fault:
     rounds: tuple[int, ...]
     inputs: tuple[tuple[str, float, float], ...]
     in_float32: bool
+    lost_constant: bool
     lost_at: str
     remedy: Remedy
 
     def __str__(self) -> str:
         rounds = f", round {', '.join(map(str, self.rounds))}" if self.rounds else ""
         scope = f", scope {self.scope}" if self.scope else ""
-        what = "in an argument, read" if self.kind == "argument" else "made"
+        what = "not finite as it was given, first read" if self.kind == "argument" else "made"
+        in_float32 = "not finite either" if self.in_float32 else "finite"
+        meant = " with the constant that was meant" if self.lost_constant else ""
         lines = [
             f"{self.kind}: {what} by {self.primitive or 'nothing'}, {self.phase}{rounds}{scope}",
             f"  at {self.where or 'no line'}",
             *(f"  reads {dtype} from {low:.3g} to {top:.3g}" for dtype, low, top in self.inputs),
-            f"  in float32: {'not finite either' if self.in_float32 else 'finite'}",
+            f"  in float32: {in_float32}{meant}",
         ]
         if self.lost_at:
             lines.append(f"  zeros that float32 has not, first at {self.lost_at}")
@@ -149,7 +153,11 @@ class Diagnosis:
             "scopes": [tensor.to_dict() for tensor in self.by_scope()],
             "scale": self.scale and self.scale._asdict(),
             "error": self.error,
-            "contributions": [one._asdict() for one in self.contributions],
+            "contributions": [
+                {"scope": one.scope}
+                | {k: _plain(x) for k, x in one._asdict().items() if k != "scope"}
+                for one in self.contributions
+            ],
             "frozen": [one._asdict() for one in self.frozen],
         }
 
@@ -164,18 +172,30 @@ class Diagnosis:
         if self.fault:
             return str(self.fault)
         found = "the loss and all gradients are finite"
-        apart = abs(self.loss - self.loss_in_float32)
-        is_far = apart > _FAR * abs(self.loss_in_float32)
-        return f"{found}, but the loss is far from that in float32" if is_far else found
+        if self._loss_is_off(self.loss):
+            found += ", but the loss is far from that in float32 (no fault where it is a small "
+            found += "difference of large numbers)"
+            near = sorted(self.contributions, key=lambda c: abs(c.loss - self.loss_in_float32))
+            if near and not self._loss_is_off(near[0].loss):
+                found += f"; with {near[0].scope} in float32 it is {near[0].loss:.6g}"
+        elif self.error is not None and self.error > _FAR_GRADIENT:
+            found += ", but the gradients are far from those in float32"
+        return found
+
+    def _loss_is_off(self, loss: float) -> bool:
+        return abs(loss - self.loss_in_float32) > _FAR_LOSS * abs(self.loss_in_float32)
 
     def _scale_lines(self) -> list[str]:
-        if self.scale is None:
+        if self.scale is None or not math.isfinite(self.loss_in_float32):
             return []
         s = self.scale
-        return [
-            f"loss scale to use: {s.loss_scale:g}, which can be doubled {s.margin_log2} times more",
-            f"  zero in 16-bit gradients: {s.flushed_now:.2%} now, {s.flushed:.2%} with it",
+        lines = [
+            f"loss scale to use: {s.loss_scale:g}, which can be doubled {s.margin_log2} times more"
         ]
+        if s.flushed > s.flushed_now:
+            lines = [f"no loss scale keeps these gradients: above {s.loss_scale:g} some overflow"]
+        zeros = f"{s.flushed_now:.2%} now, {s.flushed:.2%} with it"
+        return [*lines, f"  zero in gradients held in 16 bits: {zeros}"]
 
     def _error_lines(self) -> list[str]:
         if self.error is None or not self.contributions:
@@ -196,8 +216,8 @@ class Diagnosis:
         return table(rows) if self.frozen else []
 
 
-_FAR = 0.1
-"""Of the loss in float32; of eleven healthy models at most 0.008."""
+_FAR_LOSS, _FAR_GRADIENT = 0.1, 0.5
+"""Of those in float32; of eleven healthy models at most 0.008 and 0.04."""
 
 
 def _plain(number: float) -> float | str:
@@ -217,8 +237,9 @@ def _ranges(scopes: Sequence[Tensor]) -> list[str]:
         return []
     formats = list(scopes[0].numbers.casts)
     header = ("range of", "scope", "held in", "2^min..2^max", "zero")
-    rows = [(*header, *(f"{name} flush/sub/over" for name in formats))]
-    return table([*rows, *_range_rows(scopes)])
+    rows = [(*header, *formats)]
+    title = "ranges in float32, and what a cast would flush to zero / make subnormal / overflow"
+    return [title, *table([*rows, *_range_rows(scopes)])]
 
 
 def _range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
@@ -226,6 +247,8 @@ def _range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
         n = one.numbers
         ends = n.exponent_range
         between = f"{ends[0]}..{ends[1]}" if ends else "none"
+        if n.exponents[-1]:
+            between += f", {share(n.exponents[-1] / n.size)} not finite"
         casts = ("/".join(share(x) for x in shares.values()) for shares in n.shares().values())
         yield one.role, one.scope, one.dtype, between, share(n.zeros / max(n.size, 1)), *casts
 

@@ -130,6 +130,7 @@ class _Evaluator:
         return self.opened(jaxprs.called(eqn), ins, site)
 
     def cond(self, eqn, ins, site) -> list[Value]:
+        self.follow(ins[0])
         branches = eqn.params["branches"]
         chosen = min(max(int(ins[0].array), 0), len(branches) - 1)
         return self.opened(branches[chosen], ins[1:], site)
@@ -139,13 +140,19 @@ class _Evaluator:
         start = eqn.params["cond_nconsts"]
         end = start + eqn.params["body_nconsts"]
         carry, turn = ins[end:], 0
-        while bool(
-            self.opened(eqn.params["cond_jaxpr"], [*ins[:start], *carry], site)[0].array.item()
-        ):
+        while True:
+            (goes_on,) = self.opened(eqn.params["cond_jaxpr"], [*ins[:start], *carry], site)
+            self.follow(goes_on)
+            if not goes_on.array.item():
+                return carry
             inside = site._replace(rounds=(*site.rounds, turn))
             carry = self.opened(eqn.params["body_jaxpr"], [*ins[start:end], *carry], inside)
             turn += 1
-        return carry
+
+    def follow(self, predicate: Value) -> None:
+        """After one that may have come out in another way, records are of other operations."""
+        if not predicate.same:
+            self.like = None
 
     def scan(self, eqn, ins, site) -> list[Value]:
         num_consts, num_carry = jaxprs.scan_counts(eqn)

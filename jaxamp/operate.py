@@ -122,13 +122,17 @@ def _has_subnormal(array: np.ndarray) -> bool:
 
 
 def _some_underflows(part: np.ndarray) -> bool:
-    """0.7 of a subnormal number is never exact, of which the processor keeps a flag."""
+    """This part of a subnormal number is never exact, of which the processor keeps a flag."""
     try:
         with np.errstate(all="ignore", under="raise"):
-            np.multiply(part, part.dtype.type(0.7), out=_SCRATCH[part.dtype][: part.size])
+            np.multiply(part, part.dtype.type(_ODD), out=_SCRATCH[part.dtype][: part.size])
     except FloatingPointError:
         return True
     return False
+
+
+_ODD = np.nextafter(0.7, 1)
+"""The last bit of its significand is 1, as float32 and as float64."""
 
 
 def _some_small_bfloat16(part: np.ndarray) -> bool:

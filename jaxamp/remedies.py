@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxamp import blame, candidates, census, jaxprs
+from jaxamp import blame, candidates, jaxprs
 from jaxamp.autocast import Call
 from jaxamp.candidates import Candidate
 from jaxamp.interpret import run
@@ -157,16 +157,14 @@ def _constant(problem: Problem) -> Remedy | None:
     if lost is None:
         return None
     dtype = jaxprs.dtype_of(lost.eqn.outvars[0])
-    form = census.FORMATS[census.NAMES[dtype]]
     if not blame.adds_zero(lost.eqn):
         advice = f"a constant that is infinite in {dtype} is read at {lost.site.where}: "
         advice += "a mask needs float32, or a number that is finite"
         if dtype == np.float16:
             advice += ", such as -6e4"
         return Remedy("", advice, _ran("-1e9 or 1e9 there, in float32,"))
-    advice = f"a constant that is 0 in {dtype} is added at {lost.site.where}: an eps needs float32"
-    if dtype == np.float16:
-        advice += f", or {float(form.flush) * 2:.0e} at least"
+    advice = f"a constant that is 0 in {dtype} is added at {lost.site.where}: an eps, and what is "
+    advice += "made of the sum, need float32"
     return Remedy("", advice, _ran("a small number there, in float32,"))
 
 

@@ -79,7 +79,8 @@ def test_an_eps_that_float16_does_not_hold():
     assert at(fault, loss) and fault.kind == "division by zero"
     assert line_of(loss, "eps") in fault.remedy.advice
     assert not fault.in_float32
-    assert "6e-08" in fault.remedy.advice and "finite" in fault.remedy.checked
+    assert "need float32" in fault.remedy.advice and "finite" in fault.remedy.checked
+    assert "in float32: finite with the constant that was meant" in str(fault)
 
 
 def test_a_mask_of_minus_1e9_cast_by_hand():
@@ -343,6 +344,11 @@ def test_errors_are_one_line(fun, args, error):
     with pytest.raises(ValueError, match=error) as raised:
         jaxamp.diagnose(fun, F16)(*args)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_under_jit_is_one_line():
+    with pytest.raises(ValueError, match="outside of jit"):
+        jax.jit(lambda w: jaxamp.diagnose(lambda w: jnp.sum(w), F16)(w).loss)(ones(2))
 
 
 def test_errors_of_the_function_are_its_own():

@@ -1,12 +1,14 @@
 """What numpy does in the place of XLA is the same to the last bit."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from jaxamp import jaxprs, operate
+from jaxamp import interpret, jaxprs, operate
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -3.5, 65504.0, 1e-4, 2.0**-14, 300.0, 1 / 3]
 
@@ -67,3 +69,41 @@ def _compared(name, dtype, numbers):
             np.testing.assert_array_equal(np.signbit(one)[is_number], np.signbit(other)[is_number])
             env[var] = a
     return by_numpy
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
+def test_subnormal_numbers_are_seen(dtype):
+    info = jnp.finfo(dtype)
+    least, tiny = info.smallest_subnormal, info.smallest_normal
+    for number in (least, 3 * least, tiny - least, tiny):
+        for sign in (1, -1):
+            array = np.array([0, 1, sign * number, np.inf, np.nan], dtype)
+            assert operate._has_subnormal(array), number
+    assert not operate._has_subnormal(np.array([0, -0.0, 2 * tiny, -1, np.inf, np.nan], dtype))
+    assert not operate._has_subnormal(np.zeros(0, dtype))
+
+
+@pytest.mark.parametrize("how", ["looked at", "not observed"])
+def test_values_are_let_go_at_their_last_read(how):
+    """Of ten results in a row two are alive at a time: what is read, and what is made."""
+
+    def function(x):
+        for _ in range(10):
+            x = x * 2
+        return x
+
+    made, alive = [], []
+
+    def multiply(params, *arrays):
+        out = np.multiply(*arrays)
+        made.append(weakref.ref(out))
+        alive.append(sum(one() is not None for one in made))
+        return out
+
+    program = jax.make_jaxpr(function)(np.ones(3, np.float32))
+    more = {"look": lambda site, eqn, outs: [None]} if how == "looked at" else {"observe": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(operate._ARITHMETIC, "mul", multiply)
+        result = interpret.run(program, [np.ones(3, np.float32)], **more)
+    np.testing.assert_array_equal(result.outs[0].array, 1024)
+    assert alive[-1] == 2

@@ -71,6 +71,18 @@ def test_faults_in_several_places():
     assert remedy.setting == "full=a|b/c" and f"with {remedy.setting} the loss" in remedy.checked
     assert jaxamp.diagnose(in_scopes, f"{F16},full=a|b/c")(*args).fault is None
 
+    def nested(w, x):
+        with jax.named_scope("a"):
+            with jax.named_scope("b"):
+                y = x @ w["b"] @ w["b"] @ w["b"]
+            z = x @ w["a"] @ w["a"] @ w["a"]
+        with jax.named_scope("c"):
+            u = x @ w["c"] @ w["c"] @ w["c"]
+        return jnp.mean(y) * 1e-9 + jnp.mean(z) * 1e-9 + jnp.mean(u) * 1e-9
+
+    args = args[0] | {"c": ones(4, 4, value=200.0)}, ones(2, 4)
+    assert fault_of(nested, *args).remedy.setting == "full=a|c"
+
     def without_scopes(w, x):
         y = lax.conv(lax.conv(x["image"], w["conv"], (1, 1), "SAME"), w["conv"], (1, 1), "SAME")
         z = x["rows"] @ w["dot"] @ w["dot"]

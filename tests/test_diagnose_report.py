@@ -171,7 +171,7 @@ def test_ranges_of_weights_activations_and_gradients():
     assert gradient.exponent_range == (-25, -25)  # 2 rows * 8 * 2**-30, at scale 2
     table = found.to_dict()["scopes"]
     assert {"weight", "activation", "gradient"} == {row["role"] for row in table}
-    assert "f16 flush/sub/over" in str(found)
+    assert "what a cast would flush to zero / make subnormal" in str(found)
 
 
 def test_each_use_of_a_jitted_function_has_its_own_range():
@@ -299,10 +299,61 @@ def test_a_sum_that_stalls_in_float16():
 
     found = jaxamp.diagnose(loss, "compute=f16")(jnp.ones(4), jnp.full((3000, 4), 0.25))
     assert found.loss == pytest.approx(2.048) and found.loss_in_float32 == pytest.approx(3)
-    assert "the loss is far from that in float32" in str(found)
+    assert "the loss is far from that in float32 (" in str(found).splitlines()[1]
+    assert ".add) in float32 it is 3" in str(found).splitlines()[1]
     (scope,) = [one for one in found.contributions if one.loss == found.loss_in_float32]
     assert "(test_a_sum_that_stalls_in_float16.<locals>.loss.<locals>.add)" in scope.scope
     assert found.to_dict()["loss_in_float32"] == found.loss_in_float32
+
+
+def test_a_gradient_far_from_that_in_float32_is_said():
+    """float16 has 2056 for 2055, so that a difference of 1 becomes 2."""
+
+    def loss(w, x, c):
+        y, c = (x @ w).astype(jnp.float16), c.astype(jnp.float16)
+        return 1 + jnp.sum((y * c[0] - y * c[1]).astype(jnp.float32))
+
+    args = jnp.full((4, 4), 2.0**-10), jnp.full((2, 4), 2.0**-10), jnp.float32([2055, 2054])
+    found = jaxamp.diagnose(loss, "compute=f16")(*args)
+    assert found.fault is None and found.error == pytest.approx(1)
+    assert "but the gradients are far from those in float32" in str(found)
+
+
+@pytest.mark.parametrize("where", ["cond", "while"])
+def test_a_scope_that_turns_a_branch(where):
+    """Its run in float32 goes another way: what it does there is computed, not looked up."""
+
+    def loss(w, x):
+        with jax.named_scope("turns"):
+            s = lax.stop_gradient(jnp.sum(x @ w))
+        with jax.named_scope("after"):
+            if where == "cond":
+                y = lax.cond(s > 40, lambda x: jnp.sum(jnp.tanh(x @ w)), lambda x: 3.0, x)
+            else:
+                count = lambda k, t: (k + 1, t + jnp.where(k < 1, 40, 0.02))  # noqa: E731
+                ahead = lambda c: c[1] < s + 40  # noqa: E731
+                k, _ = lax.while_loop(ahead, lambda c: count(*c), (0, jnp.float32(0)))
+                y = k + jnp.sum(jnp.tanh(x @ w))
+            return y + jnp.sum(jnp.square(x @ w))
+
+    # Rounded to 10 bits each product is 40 at most, in float32 it is above.
+    args = jnp.full((4, 1), 1.0), jnp.full((1, 4), 10.003)
+    found = jaxamp.diagnose(loss, "compute=f16")(*args)
+    honest = {
+        one.scope: jaxamp.diagnose(loss, f"compute=f16,full={one.scope}")(*args)
+        for one in found.contributions
+    }
+    assert set(honest) == {"turns", "after"}
+    for one in found.contributions:
+        np.testing.assert_allclose(one.loss, honest[one.scope].loss, rtol=1e-3)
+
+
+def test_ranges_say_what_is_not_finite():
+    found = jaxamp.diagnose(lambda w, x: jnp.sum(w * x), "compute=f16")(
+        jnp.ones(4), jnp.float32([1, 2, np.nan, 4])
+    )
+    assert found.fault.kind == "argument" and "0..2, 25% not finite" in str(found)
+    assert "loss scale to use" not in str(found)  # of numbers that are none
 
 
 def test_a_fault_reads_as_text():

@@ -83,12 +83,10 @@ def test_bad_steps_in_a_row_at_the_floor_are_one():
     assert seen([2.0] * 5, finite=False, at_floor=True, limit=4)[0] == ("skips", 1, 4)
 
 
-@pytest.mark.parametrize(
-    ("scale", "words"), [(1.0, "where no lower loss scale helps"), (0.25, "at loss scale 0.25")]
-)
-def test_bad_steps_say_at_which_scale(scale, words):
-    incident = Watch(1).look(1, values(2.0) | {"amp/loss_scale": scale}, False, True)
-    assert incident.message == f"gradients were not finite 1 times in a row {words}; loss 2"
+def test_bad_steps_say_at_which_scale():
+    incident = Watch(1).look(1, values(2.0) | {"amp/loss_scale": 0.25}, False, True)
+    message = "gradients were not finite 1 times in a row at loss scale 0.25; loss 2"
+    assert incident.message == message
 
 
 def test_norm_spikes_are_counted_and_go_on_from_earlier_rows():
@@ -153,7 +151,7 @@ def test_skip_keeps_a_bundle_once_and_goes_on(tmp_path, poison, capsys):
     poison(4, 6)
     assert main(flags(tmp_path, policy="mixed_bfloat16", **QUIET)) == 0
     assert [(e["kind"], e["step"], e["action"]) for e in log(tmp_path)] == [("nan", 4, "skip")]
-    assert "incident at step 4: the loss is nan" in capsys.readouterr().err
+    assert "incident at step 4: the loss, without a loss scale, is nan" in capsys.readouterr().err
     bundle = tmp_path / "incidents/step-000004"
     with np.load(bundle / "batch-0.npz") as batch:
         assert set(batch["tokens"].ravel()) == {OUT_OF_RANGE}

@@ -39,13 +39,14 @@ def test_two_processes_stop_together(tmp_path):
 FULL_DISK = """
 import sys
 import jax, numpy
+from train import bundle
 from train.run import main
 
-def savez(*args, **arrays):
-    if jax.process_index() == 1:
+def full(*args, **more):
+    if jax.process_index() == {process}:
         raise OSError(28, "No space left on device")
 
-numpy.savez = savez
+{module}.{name} = full
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -53,9 +54,18 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_one_that_cannot_write_its_part_holds_up_none(tmp_path):
     """Both stop for the incident, and neither waits for the other's part of the bundle."""
-    given = {"on_incident": "stop", "program": ("-c", FULL_DISK)}
+    program = FULL_DISK.format(process=1, module="numpy", name="savez")
+    given = {"on_incident": "stop", "program": ("-c", program)}
     codes, outputs = run_two(tmp_path, **ASTRAY, **given)
     assert codes == [1, 1], outputs
     assert "nothing is kept of it: process 1 could not write it" in outputs[0][1]
     assert not list((tmp_path / "incidents").glob("step-*"))
     assert Log(tmp_path).entries[0]["bundle"] is None
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_incident_that_one_cannot_write_ends_both(tmp_path):
+    """What orbax does it does together: who is left would wait for ever."""
+    program = FULL_DISK.format(process=0, module="bundle", name="Checkpointer")
+    codes, outputs = run_two(tmp_path, **ASTRAY, on_incident="skip", program=("-c", program))
+    assert 0 not in codes, outputs

@@ -16,6 +16,7 @@ import jax
 from train.benchmarks import autocast, memory, peers, step, trace
 from train.benchmarks.options import check
 from train.config import ConfigError
+from train.exits import leave
 from train.figures import render, to_json
 from train.parse import parse_flags
 
@@ -58,4 +59,4 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -74,6 +74,10 @@ def write_bundle(
     return bundle
 
 
+class NotKept(OSError):
+    """A bundle that cannot be written, as all processes know."""
+
+
 @contextlib.contextmanager
 def _failing_together() -> Iterator[None]:
     """What one process cannot write is raised in all of them: none is left to wait for it."""
@@ -84,9 +88,9 @@ def _failing_together() -> Iterator[None]:
         error = raised
     failed = np.atleast_1d(multihost_utils.process_allgather(np.array(error is not None)))
     if error is not None:
-        raise error
+        raise NotKept(str(error)) from error
     if failed.any():
-        raise OSError(f"process {failed.argmax()} could not write it")
+        raise NotKept(f"process {failed.argmax()} could not write it")
 
 
 def _write_batch(part: Path, moment: Moment, mesh: Mesh) -> None:

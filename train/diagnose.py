@@ -21,7 +21,7 @@ from train.enquiry.evidence import Evidence
 from train.enquiry.finding import Finding, ok
 from train.enquiry.questions import enquire, verdict
 from train.enquiry.trial import counted
-from train.exits import exit_code
+from train.exits import exit_code, leave
 from train.parse import load_json, parse, parse_flags
 from train.progress import note
 from train.run import check_policy
@@ -223,4 +223,4 @@ def _settings(path: Path) -> Config:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from train.exits import InputError, exit_code
+from train.exits import InputError, exit_code, leave
 from train.machine import devices, versions
 
 PROG = "python -m train.doctor"
@@ -196,4 +196,4 @@ def _rate_lines(found: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

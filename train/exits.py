@@ -35,7 +35,8 @@ def leave(code: int) -> NoReturn:
     """The end of a program whose `main` returned this exit code.
 
     After a failed write orbax's threads wait for what will not come, and Python waits for them: ten
-    minutes in which a restart loop stands still. So what ends badly ends at once.
+    minutes in which a restart loop stands still. After an interrupt a computation of XLA may still
+    run, and dies with Python. So what ends badly ends at once.
     """
     sys.stdout.flush()
     sys.stderr.flush()

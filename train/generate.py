@@ -20,6 +20,7 @@ import jaxamp
 from train import model
 from train.checkpoint import load
 from train.config import ModelConfig
+from train.exits import leave
 from train.parse import parse_flags
 from train.tokenizer import Tokenizer, load_tokenizer
 
@@ -172,4 +173,4 @@ def _checked_prompt(prompt_ids, vocab_size: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

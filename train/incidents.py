@@ -106,11 +106,11 @@ class Watch:
         loss = values["train/loss"]
         if self.bad_steps.are_too_many(grads_finite, at_floor):
             limit, scale = self.bad_steps.limit, values["amp/loss_scale"]
-            where = "where no lower loss scale helps" if scale == 1 else f"at loss scale {scale:g}"
-            message = f"gradients were not finite {limit} times in a row {where}; loss {loss:g}"
+            message = f"gradients were not finite {limit} times in a row at loss scale {scale:g}; "
+            message += f"loss {loss:g}"
             return Incident("skips", step, step - limit + 1, message)
         if not math.isfinite(loss):
-            return Incident("nan", step, step, f"the loss is {loss:g}, before any loss scale")
+            return Incident("nan", step, step, f"the loss, without a loss scale, is {loss:g}")
         return self._spike(step, loss)
 
     def _spike(self, step: int, loss: float) -> Incident | None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxamp
-from train.bundle import Moment, begin_diagnosis, write_bundle
+from train.bundle import Moment, NotKept, begin_diagnosis, write_bundle
 from train.checkpoint import CheckpointError
 from train.chips import peak_flops
 from train.config import Config
@@ -166,16 +166,19 @@ def training(
         words = f"incident at step {incident.step}: {incident.message}; {answer}"
         try:
             bundle = write_bundle(workdir, incident, answer.action, moment, mesh)
-            if report:
-                report.say(f"{words}; kept in {bundle}")
-                begin_diagnosis(bundle)
-            return str(bundle)
         except (OSError, CheckpointError) as error:
-            if jax.process_count() > 1 and isinstance(error, CheckpointError):
+            if jax.process_count() > 1 and not isinstance(error, NotKept):
                 raise  # the others wait for it
             if report:
                 report.say(f"{words}; nothing is kept of it: {error}")
             return None
+        if report:
+            report.say(f"{words}; kept in {bundle}")
+            try:
+                begin_diagnosis(bundle)
+            except OSError as error:
+                report.say(f"the incident is not diagnosed: {error}")
+        return str(bundle)
 
     def save(eval_loss: float | None) -> None:
         position = batches.get_state()
@@ -242,7 +245,7 @@ def _first_skip(step: int, policy: jaxamp.Policy) -> str:
     return (
         f"warning: step {step}: gradients are not finite in {policy.compute_dtype}, "
         + ("at the lowest loss scale" if _has_scale(policy) else "where no loss scale is to blame")
-        + "; the step is skipped and counted, and so are those to come"
+        + "; the step is skipped and counted, as any other bad one will be"
     )
 
 

@@ -141,7 +141,7 @@ def _one_line(printed: str, stop: BaseException) -> str:
     # tyro prints a box: its words without the title, the frame and the pointer to --help.
     body = printed.partition("\n")[2] or printed
     text = " ".join(re.split(r"For full helptext|Argument helptext", body)[0].split())
-    text = " ".join(re.sub(r"[^\x00-\x7f]|-{3,}", " ", text).split())
+    text = " ".join(re.sub(r"[^\x00-\x7f]|(?<!\S)-{3,}(?!\S)", " ", text).split())
     if cause is None:
         return text
     part = re.search(r"Error parsing (\w+):", text)

@@ -19,6 +19,7 @@ from jaxamp.policy import auto_policy
 from train import fit
 from train.chips import NoCompiler, Target, find_target
 from train.config import Config, ConfigError
+from train.exits import leave
 from train.figures import aligned
 from train.parse import parse, parse_policy
 from train.roofline import Roofline, matmul_flops, roofline
@@ -228,4 +229,4 @@ def _column(plan: Plan) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

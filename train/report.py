@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from train.exits import exit_code
+from train.exits import exit_code, leave
 from train.parse import parse_flags
 from train.reports.conditions import BASE, Comparison, shared_settings
 from train.reports.results import PolicyResult, Results, results
@@ -197,4 +197,4 @@ def _write(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

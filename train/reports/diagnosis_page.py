@@ -45,6 +45,8 @@ def _ranges(diagnosis: jaxamp.Diagnosis) -> list[tuple[str, ...]]:
     for one in scopes:
         numbers, ends = one.numbers, one.numbers.exponent_range
         between = f"{ends[0]} to {ends[1]}" if ends else "none"
+        if numbers.exponents[-1]:
+            between += f", {share(numbers.exponents[-1] / numbers.size)} not finite"
         casts = ("/".join(map(share, shares.values())) for shares in numbers.shares().values())
         zero = share(numbers.zeros / max(numbers.size, 1))
         dtypes = one.dtype.replace("float", "f").replace("|", ", ")
