@@ -154,8 +154,7 @@ class Diagnosis:
             "scale": self.scale and self.scale._asdict(),
             "error": self.error,
             "contributions": [
-                {"scope": one.scope}
-                | {k: _plain(x) for k, x in one._asdict().items() if k != "scope"}
+                {name: x if isinstance(x, str) else _plain(x) for name, x in one._asdict().items()}
                 for one in self.contributions
             ],
             "frozen": [one._asdict() for one in self.frozen],

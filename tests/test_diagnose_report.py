@@ -330,8 +330,8 @@ def test_a_scope_that_turns_a_branch(where):
             if where == "cond":
                 y = lax.cond(s > 40, lambda x: jnp.sum(jnp.tanh(x @ w)), lambda x: 3.0, x)
             else:
-                count = lambda k, t: (k + 1, t + jnp.where(k < 1, 40, 0.02))  # noqa: E731
-                ahead = lambda c: c[1] < s + 40  # noqa: E731
+                count = lambda k, t: (k + 1, t + jnp.where(k < 1, 40, 0.005))  # noqa: E731
+                ahead = lambda c: c[1] < s  # noqa: E731
                 k, _ = lax.while_loop(ahead, lambda c: count(*c), (0, jnp.float32(0)))
                 y = k + jnp.sum(jnp.tanh(x @ w))
             return y + jnp.sum(jnp.square(x @ w))
@@ -366,3 +366,18 @@ def test_a_fault_reads_as_text():
     assert "overflow: made by dot_general, forward, scope head" in text
     assert "test_diagnose_report.py" in text and "try full=head" in text and "checked:" in text
     assert json.loads(json.dumps(found.to_dict()))["fault"]["remedy"]["setting"] == "full=head"
+
+
+def test_a_scope_that_overflows_in_float32_is_plain_data():
+    """Held in float32 it is not rounded down any more: the sum after it passes 65504."""
+
+    def loss(w, x):
+        with jax.named_scope("a"):
+            y = (x * w).astype(jnp.float16)
+            z = (y + y) + jnp.float16(15)
+        return jnp.mean((z * jnp.float16(1)).astype(jnp.float32)) * 1e-4
+
+    found = jaxamp.diagnose(loss, "compute=f16")(jnp.full((1, 1), 32759.9), jnp.ones((1, 1)))
+    assert found.fault is None and found.contributions[0].loss == np.inf
+    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert plain["contributions"][0]["loss"] == "inf"
