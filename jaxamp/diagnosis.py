@@ -238,24 +238,25 @@ def _ranges(scopes: Sequence[Tensor]) -> list[str]:
     header = ("range of", "scope", "held in", "2^min..2^max", "zero")
     rows = [(*header, *formats)]
     title = "ranges in float32, and what a cast would flush to zero / make subnormal / overflow"
-    return [title, *table([*rows, *_range_rows(scopes)])]
+    return [title, *table([*rows, *range_rows(scopes)])]
 
 
-def _range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
+def range_rows(scopes: Sequence[Tensor]) -> Iterator[tuple[str, ...]]:
+    """For a table: role, scope, dtypes, exponents, share of zeros, and what each cast would do."""
     for one in scopes:
         n = one.numbers
         ends = n.exponent_range
         between = f"{ends[0]}..{ends[1]}" if ends else "none"
         if n.exponents[-1]:
-            between += f", {share(n.exponents[-1] / n.size)} not finite"
-        casts = ("/".join(share(x) for x in shares.values()) for shares in n.shares().values())
-        yield one.role, one.scope, one.dtype, between, share(n.zeros / max(n.size, 1)), *casts
+            between += f", {_share(n.exponents[-1] / n.size)} not finite"
+        casts = ("/".join(_share(x) for x in shares.values()) for shares in n.shares().values())
+        yield one.role, one.scope, one.dtype, between, _share(n.zeros / max(n.size, 1)), *casts
 
 
-def share(part: float) -> str:
+def _share(part: float) -> str:
     """A share for people: `0` only for none at all.
 
-    >>> share(0.0), share(1e-6), share(0.25)
+    >>> _share(0.0), _share(1e-6), _share(0.25)
     ('0', '<.1%', '25%')
     """
     if part == 0:

@@ -11,6 +11,7 @@ with the same equations in the same order, so that records of both can be compar
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import filterfalse
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -176,16 +177,12 @@ class _Evaluator:
 
 def _last_reads(jaxpr: Any) -> list[set[Any]]:
     """Per equation: the variables that are not read after it."""
-    ahead, found = set(filter(_is_variable, jaxpr.outvars)), []
+    ahead, found = set(filterfalse(jaxprs.is_literal, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
-        met = {*filter(_is_variable, eqn.invars), *eqn.outvars}
+        met = {*filterfalse(jaxprs.is_literal, eqn.invars), *eqn.outvars}
         found.append(met - ahead)
         ahead |= met
     return found[::-1]
-
-
-def _is_variable(atom: Any) -> bool:
-    return not jaxprs.is_literal(atom)
 
 
 _ENTER: dict[str, Callable] = {

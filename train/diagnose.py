@@ -79,12 +79,10 @@ class Diagnosed(NamedTuple):
 
     @property
     def cost(self) -> str:
-        step = (
-            ""
-            if self.step_seconds is None
-            else f"; a training step takes {self.step_seconds:.2g} s"
-        )
-        return f"{self.seconds:.0f} s{step}"
+        took = f"{self.seconds:.0f} s"
+        if self.step_seconds is None:
+            return took
+        return f"{took}; a training step takes {self.step_seconds:.2g} s"
 
     def to_dict(self) -> dict[str, Any]:
         return {

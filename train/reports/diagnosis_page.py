@@ -1,7 +1,7 @@
 """What `train.diagnose` found, as one file that needs nothing else to be read."""
 
 import jaxamp
-from jaxamp.diagnosis import share
+from jaxamp.diagnosis import range_rows
 from train.diagnose import Diagnosed
 from train.reports.pages import render
 from train.reports.range_chart import range_charts
@@ -40,15 +40,7 @@ def _tables(diagnosis: jaxamp.Diagnosis) -> dict[str, list[tuple[str, ...]]]:
 
 def _ranges(diagnosis: jaxamp.Diagnosis) -> list[tuple[str, ...]]:
     scopes = diagnosis.by_scope()
-    formats = list(scopes[0].numbers.casts)
-    rows = [tuple(["range of", "scope", "held in", "exponents", "zero", *formats])]
-    for one in scopes:
-        numbers, ends = one.numbers, one.numbers.exponent_range
-        between = f"{ends[0]} to {ends[1]}" if ends else "none"
-        if numbers.exponents[-1]:
-            between += f", {share(numbers.exponents[-1] / numbers.size)} not finite"
-        casts = ("/".join(map(share, shares.values())) for shares in numbers.shares().values())
-        zero = share(numbers.zeros / max(numbers.size, 1))
-        dtypes = one.dtype.replace("float", "f").replace("|", ", ")
-        rows.append(tuple([one.role, one.scope, dtypes, between, zero, *casts]))
-    return rows
+    head = ("range of", "scope", "held in", "2^min..2^max", "zero", *scopes[0].numbers.casts)
+    short = lambda dtypes: dtypes.replace("float", "f").replace("|", ", ")  # noqa: E731
+    rows = [(role, scope, short(held), *more) for role, scope, held, *more in range_rows(scopes)]
+    return [head, *rows]
